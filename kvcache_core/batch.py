@@ -100,6 +100,4 @@ class Batch:
     @cached_property
     def last_token_index(self) -> torch.Tensor:
         """Packed row of each sequence's last new token, int64 `[sequences]`; -1 where it has none."""
-        return self._tensor(
-            [s.row + s.stop - s.start - 1 if s.stop > s.start else -1 for s in self.segments], "int64"
-        )
+        return self._tensor([s.row + s.stop - s.start - 1 if s.stop > s.start else -1 for s in self.segments], "int64")

@@ -179,9 +179,7 @@ class BackendUnavailableError(BackendError, RuntimeError):
         hint: str | None = None,
         details: Iterable[str] = (),
     ) -> None:
-        super().__init__(
-            message, backend=backend, distribution=distribution, hint=hint, details=details
-        )
+        super().__init__(message, backend=backend, distribution=distribution, hint=hint, details=details)
         self.code = code
 
 
@@ -235,7 +233,7 @@ class CacheFullError(KvCacheError, MemoryError):
         self.hint = hint
 
 
-HandleReason = Literal["freed", "stale", "swapped", "foreign", "closed", "forked-process", "unknown"]
+HandleReason = Literal["freed", "stale", "swapped", "foreign", "closed", "forked-process", "unknown", "in-use"]
 
 
 class HandleError(KvCacheError, RuntimeError):
@@ -243,7 +241,8 @@ class HandleError(KvCacheError, RuntimeError):
 
     Attributes:
         reason: `"freed"`, `"stale"` (the cache was reset), `"swapped"`, `"foreign"` (it belongs to another
-            cache), `"closed"`, `"forked-process"` (made before an `os.fork`), or `"unknown"`.
+            cache), `"closed"`, `"forked-process"` (made before an `os.fork`), `"unknown"`, or `"in-use"` (the
+            name already belongs to a live sequence).
     """
 
     def __init__(self, message: str, *, reason: HandleReason, details: Iterable[str] = ()) -> None:

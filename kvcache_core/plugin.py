@@ -170,5 +170,3 @@ class BackendDescriptor:
     priority: int = 0
     block_sizes: tuple[int, ...] = ()
     default_block_size: int = 16
-
-

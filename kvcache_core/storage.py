@@ -124,6 +124,14 @@ class Storage(ABC):
     def device_memory(cls, device: str, options: Any) -> DeviceMemory:
         """Return the memory of `device`, from which a fractional budget is taken."""
 
+    @classmethod
+    def bytes_per_token(cls, geometry: CacheGeometry, dtype: str, options: Any) -> int:
+        """Return the bytes that one token takes in all layers together, for budgets and stats.
+
+        K and V in `dtype`, unless a storage that packs them overrides it.
+        """
+        return geometry.bytes_per_token(dtype)
+
     # -- sequences ---------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -150,9 +158,7 @@ class Storage(ABC):
         return num_tokens
 
     @abstractmethod
-    def reserve(
-        self, slot: Any, blocks: Sequence[int], start: int, stop: int, copies: Sequence[BlockCopy]
-    ) -> None:
+    def reserve(self, slot: Any, blocks: Sequence[int], start: int, stop: int, copies: Sequence[BlockCopy]) -> None:
         """Make positions `start` to `stop` of a sequence writable, without touching what others see.
 
         Args:
@@ -201,9 +207,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def attend(
-        self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         """Causal attention of the new tokens over everything cached in `layer`.
 
         Row `i` of a sequence's new tokens has position `start + i` and sees positions `p` with
@@ -231,6 +235,12 @@ class Storage(ABC):
         """
 
     # -- the whole ---------------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of K and V in one block."""
+        spec = self.spec
+        return spec.block_size * self.bytes_per_token(spec.geometry, spec.dtype, spec.options)
 
     @property
     @abstractmethod

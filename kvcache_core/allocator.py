@@ -1,0 +1,156 @@
+"""Physical block ids: which are free, and how many sequences name each of the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvcache_core.errors import CacheFullError, HandleError, ShapeError, UnsupportedError
+
+__all__ = ["BlockAllocator"]
+
+
+class BlockAllocator:
+    """Hands out block ids `1` to `total_block_count` and counts the references to each.
+
+    Id 0 is the null block: padding in index tensors, never written and never handed out. A block is in exactly
+    one of four states: free, referenced by one or more sequences, cached (named by no sequence, kept for
+    reuse), or loose (taken by `allocate_blocks` and not yet handed to a sequence).
+
+    The four methods without an underscore that take or return ids (`allocate_blocks`, `free_blocks`) are for
+    callers who extend a block table by hand; sequences take theirs through the manager.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._total = num_blocks
+        self._block_size = block_size
+        self._lock: AbstractContextManager[Any] = lock or threading.Lock()
+        self._never_used = 1  # ids from here on have not been handed out yet
+        self._returned: list[int] = []
+        self._references = [0] * (num_blocks + 1)
+        self._loose: set[int] = set()
+
+    # -- for callers -------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
+    def total_block_count(self) -> int:
+        """Blocks of the cache, in whatever state."""
+        return self._total
+
+    @property
+    def free_block_count(self) -> int:
+        """Blocks that can be taken at once."""
+        return len(self._returned) + self._total + 1 - self._never_used
+
+    def allocate_blocks(self, count: int) -> list[int]:
+        """Take `count` free blocks; they stay the caller's until a block table adopts them or they are freed.
+
+        Raises:
+            CacheFullError: Fewer are free; none is taken.
+            ShapeError: `count` is negative or not an int.
+        """
+        if type(count) is not int or count < 0:
+            raise ShapeError(f"count must be an int of at least 0, not {count!r}")
+        with self._lock:
+            if count > self.free_block_count:
+                raise CacheFullError(
+                    f"{count} blocks were asked for and {self.free_block_count} of {self._total} are free",
+                    needed=count,
+                    free=self.free_block_count,
+                    hint="free a handle, or ask for fewer blocks",
+                )
+            blocks = self.take(count)
+            self._loose.update(blocks)
+            return blocks
+
+    def free_blocks(self, blocks: Iterable[int]) -> None:
+        """Give back blocks that `allocate_blocks` handed out and no table has adopted.
+
+        Raises:
+            HandleError: One of them is not such a block, or is named twice; none is freed.
+        """
+        blocks = list(blocks)
+        with self._lock:
+            if len(set(blocks)) != len(blocks) or not self._loose.issuperset(blocks):
+                foreign = [block for block in blocks if block not in self._loose] or blocks
+                raise HandleError(
+                    f"blocks {foreign} cannot be freed here: they were not got from allocate_blocks, belong to a "
+                    "sequence, or are named twice",
+                    reason="foreign",
+                )
+            self._loose.difference_update(blocks)
+            self.drop(blocks)
+
+    def defragment(self) -> None:
+        """Refuse: blocks are found through tables, so there is nothing to compact.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "defragment has nothing to do: any free block serves any sequence, so block memory cannot fragment",
+            capability="defragment",
+        )
+
+    # -- for core, under the manager's lock --------------------------------------------------------------
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` free blocks with one reference each; the caller has checked that so many are free."""
+        reused = min(count, len(self._returned))
+        blocks = self._returned[len(self._returned) - reused :]
+        del self._returned[len(self._returned) - reused :]
+        fresh = count - reused
+        blocks.extend(range(self._never_used, self._never_used + fresh))
+        self._never_used += fresh
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Count one more reference to each block."""
+        for block in blocks:
+            self._references[block] += 1
+
+    def unreference(self, blocks: Sequence[int]) -> list[int]:
+        """Count one reference less to each block; return those that nobody references any more, in order."""
+        references = self._references
+        unnamed = []
+        for block in blocks:
+            references[block] -= 1
+            if not references[block]:
+                unnamed.append(block)
+        return unnamed
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Make unreferenced blocks free; the last one given back is the first one taken again."""
+        self._returned.extend(blocks)
+
+    def drop(self, blocks: Sequence[int]) -> list[int]:
+        """Unreference blocks and free those that nobody references any more; return the freed ones."""
+        freed = self.unreference(blocks)
+        self.give_back(freed)
+        return freed
+
+    def references(self, block: int) -> int:
+        """How many sequences name `block` (1 for a loose block)."""
+        return self._references[block]
+
+    def adopt(self, block: int) -> None:
+        """A block table has taken over a loose block."""
+        self._loose.discard(block)
+
+    @property
+    def loose(self) -> frozenset[int]:
+        """Blocks that a caller has taken and no table has adopted."""
+        return frozenset(self._loose)
+
+    def free_ids(self) -> list[int]:
+        """Every free block id, for audits."""
+        return [*self._returned, *range(self._never_used, self._total + 1)]

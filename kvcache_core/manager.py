@@ -1,0 +1,372 @@
+"""The manager: one cache, its handles, its steps and its numbers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvcache_core.allocator import BlockAllocator
+from kvcache_core.block_table import blocks_for
+from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
+from kvcache_core.geometry import CacheGeometry, LayerSpec
+from kvcache_core.handle import KvCacheHandle
+from kvcache_core.pressure import PressureCallback, PressureMonitor
+from kvcache_core.sequence import AllocationRequest, CachedSequence
+from kvcache_core.sequence_store import SequenceStore
+from kvcache_core.stats import CacheGcStats, CacheManagerStats
+from kvcache_core.step import NewTokens, Step, check_named_once, make_batch, parse_new_tokens
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcache_core.storage import Storage
+
+__all__ = ["KvCacheManager"]
+
+
+class KvCacheManager:
+    """One cache: a storage, the books over it, and the handles to what is in it.
+
+    Usually made by `open_cache(config)`. All methods may be called from several threads; one sequence takes
+    part in at most one open step at a time. As a context manager it closes itself.
+
+    Args:
+        storage: The memory, with its `spec`.
+        backend: The backend's name, for messages.
+        allow_dtype_cast: Whether writes convert floating tensors of another dtype to the stored one.
+        pressure_thresholds: Shares of the budget from which pressure is medium, high and critical.
+
+    Attributes:
+        backend: The backend's name.
+        storage: The memory.
+        allow_dtype_cast: Whether writes convert floating tensors of another dtype.
+        store: The sequences and their books, for core.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        backend: str = "custom",
+        allow_dtype_cast: bool = False,
+        pressure_thresholds: tuple[float, float, float] = (0.6, 0.8, 0.95),
+    ) -> None:
+        self.backend = backend
+        self.storage = storage
+        self.allow_dtype_cast = allow_dtype_cast
+        self.store = SequenceStore(storage, PressureMonitor(pressure_thresholds))
+        self._reported = (0, 0)
+        self._own_specs = _own_specs(storage.spec.geometry)
+
+    # -- what it is --------------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """The shape of what is cached."""
+        return self.storage.spec.geometry
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.storage.spec.block_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens that one sequence may hold unless its request asks for less."""
+        return self.storage.spec.max_sequence_length
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache resides."""
+        return self.storage.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that reads return and writes take."""
+        return self.storage.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of K and V in one block."""
+        return self.storage.bytes_per_block
+
+    @property
+    def block_allocator(self) -> BlockAllocator:
+        """The block ids, for callers who extend a block table by hand."""
+        return self.store.books.allocator
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What the backend can do beyond the mandatory contract."""
+        return self.storage.capabilities
+
+    @property
+    def closed(self) -> bool:
+        """Whether the cache was closed."""
+        return self.store.closed
+
+    def require_capability(self, capability: str) -> None:
+        """Raise UnsupportedError unless the backend declares `capability`."""
+        if capability not in self.storage.capabilities:
+            raise UnsupportedError(
+                f"backend {self.backend!r} does not declare the capability {capability!r}",
+                capability=capability,
+                backend=self.backend,
+                details=[f"it declares: {', '.join(sorted(self.storage.capabilities)) or 'none'}"],
+            )
+
+    def own_spec(self, layer: int) -> LayerSpec:
+        """The shape of a layer that caches K and V of its own.
+
+        Raises:
+            ShapeError: There is no such layer, it caches nothing, or it reads another's.
+        """
+        spec = self._own_specs.get(layer) if type(layer) is int else None
+        if spec is not None:
+            return spec
+        producer = self.geometry.producer(layer)
+        if producer is None:
+            raise ShapeError(f"layer {layer} caches nothing, so it cannot be written")
+        raise ShapeError(f"layer {layer} shares the K and V of layer {producer}; write that one")
+
+    # -- sequences ---------------------------------------------------------------------------------------
+
+    def allocate(self, request: AllocationRequest | None = None, **fields: Any) -> KvCacheHandle:
+        """Open a new sequence and reserve room for its initial tokens.
+
+        Args:
+            request: What it needs.
+            fields: The fields of an `AllocationRequest`, as a shorthand for making one.
+
+        Raises:
+            CacheFullError: There is no room, or the prompt is longer than a sequence may be; nothing changes.
+            ShapeError: The request does not fit the cache's geometry, device or dtype.
+            HandleError: The request id belongs to a live sequence.
+        """
+        request = self._checked_request(request, fields)
+        return self.handle_to(
+            self.store.open(request.request_id, request.initial_tokens, self._max_tokens(request), request.priority)
+        )
+
+    def can_allocate(self, request: AllocationRequest | None = None, **fields: Any) -> bool:
+        """Whether `allocate` with the same arguments would find room now.
+
+        Raises:
+            ShapeError: The request does not fit the cache's geometry, device or dtype.
+        """
+        request = self._checked_request(request, fields)
+        initial = request.initial_tokens
+        with self.store.locked():
+            enough = blocks_for(initial, self.block_size) <= self.store.books.available_blocks
+            return enough and initial <= self._max_tokens(request)
+
+    def extend(self, handle: KvCacheHandle | str, num_tokens: int) -> None:
+        """Reserve room so that `num_tokens` further tokens can be stored without asking for more.
+
+        Args:
+            handle: The handle, or its request id.
+            num_tokens: Tokens beyond those stored.
+
+        Raises:
+            CacheFullError: There is no room; nothing changes.
+            ShapeError: `num_tokens` is negative or not an int.
+            StepError: The handle is part of an open step.
+            HandleError: The handle is invalid or foreign, or no live sequence has this id.
+        """
+        if type(num_tokens) is not int or num_tokens < 0:
+            raise ShapeError(f"num_tokens must be an int of at least 0, not {num_tokens!r}")
+        if isinstance(handle, str):
+            with self.store.locked():
+                sequence = self.store.find(handle)
+        else:
+            sequence = self._own(handle)
+        self.store.extend(sequence, num_tokens)
+
+    def deallocate(self, request_id: str) -> None:
+        """Free a sequence by its request id; every handle to it becomes invalid.
+
+        Raises:
+            HandleError: No live sequence has this id.
+            StepError: The sequence is part of an open step.
+        """
+        self.store.free(request_id)
+
+    def get_handle(self, request_id: str) -> KvCacheHandle | None:
+        """Return a live handle of the sequence with this request id, or None; not a new reference."""
+        with self.store.locked():
+            sequence = self.store.live.get(request_id)
+        return None if sequence is None else sequence.any_handle()
+
+    def list_handles(self) -> list[KvCacheHandle]:
+        """Return one live handle for each sequence, in order of allocation; not new references."""
+        with self.store.locked():
+            sequences = list(self.store.live.values())
+        handles = (sequence.any_handle() for sequence in sequences)
+        return [handle for handle in handles if handle is not None]
+
+    def handle_to(self, sequence: CachedSequence) -> KvCacheHandle:
+        """Return a handle for a reference that has been counted already; for core."""
+        handle = self.storage.handle_type(self, sequence)
+        sequence.note_handle(handle)
+        return handle
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def begin(self, new_tokens: Mapping[KvCacheHandle, NewTokens]) -> Step:
+        """Begin a step: reserve every new token's slot, for all handles or for none.
+
+        Args:
+            new_tokens: For each handle the ids of its new tokens, or their number when the caller will not name
+                them. A handle may add none. The packed tensors of the step follow the mapping's order.
+
+        Raises:
+            CacheFullError: There is no room for all of them; nothing changes.
+            StepError: A sequence is named twice, or is part of an open step.
+            HandleError: A handle is invalid or belongs to another cache.
+            ShapeError: Token ids or a count that are no such thing.
+        """
+        handles = tuple(new_tokens)
+        wanted = [(self._own(handle), *parse_new_tokens(new_tokens[handle])) for handle in handles]
+        check_named_once(handles)
+        transaction = self.store.reserve(wanted)
+        try:
+            batch = make_batch(transaction.parts, self.block_size, self.storage.device)
+            batch.plan = self.storage.plan(batch)
+        except BaseException:
+            self.store.finish(transaction, keep=False)
+            raise
+        return Step(self, handles, transaction, batch)
+
+    def step(self, new_tokens: Mapping[KvCacheHandle, NewTokens]) -> Step:
+        """Begin a step for a `with` statement, which commits on a normal exit and aborts on an exception.
+
+        Takes and raises what `begin` does.
+        """
+        return self.begin(new_tokens)
+
+    # -- the whole ---------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheManagerStats:
+        """The cache in numbers, at this moment."""
+        store = self.store
+        with store.locked():
+            books, allocator, block_bytes = store.books, store.books.allocator, self.bytes_per_block
+            return CacheManagerStats(
+                total_bytes=allocator.total_block_count * block_bytes,
+                used_bytes=books.used_blocks * block_bytes,
+                storage_bytes=self.storage.nbytes,
+                active_caches=len(store.live),
+                tokens_stored=sum(sequence.num_tokens for sequence in store.live.values()),
+                total_blocks=allocator.total_block_count,
+                used_blocks=books.used_blocks,
+                loose_blocks=len(allocator.loose),
+                free_blocks=allocator.free_block_count,
+                allocations=store.allocations,
+                failures=books.failures,
+                pressure=store.pressure.level(books.used_blocks, allocator.total_block_count),
+            )
+
+    def gc(self) -> CacheGcStats:
+        """Give back what unreachable handles still hold, and report it.
+
+        Handles that are dropped without `free()` are given back as soon as Python finalizes them; those caught in
+        reference cycles wait for Python's collector, which this runs. The report covers everything given back in
+        either way since the last call.
+        """
+        gc.collect()
+        with self.store.locked():
+            now = (self.store.reclaimed_sequences, self.store.reclaimed_blocks)
+            before, self._reported = self._reported, now
+        return CacheGcStats(freed_caches=now[0] - before[0], freed_bytes=(now[1] - before[1]) * self.bytes_per_block)
+
+    def set_pressure_callback(self, callback: PressureCallback | None) -> None:
+        """Have `callback(level)` called, outside all locks, whenever the memory pressure changes level.
+
+        A callback that raises is reported once, as a warning, and disturbs nobody. None removes it.
+        """
+        with self.store.locked():
+            self.store.pressure.callback = callback
+
+    def audit(self) -> tuple[str, ...]:
+        """Check the books and return a line for each inconsistency; none when all is well.
+
+        Every block must be in exactly one state, every reference count must equal the number of tables that name
+        the block, and every table must have room for its tokens. The storage adds its own findings.
+        """
+        return self.store.audit()
+
+    def reset(self) -> None:
+        """Drop every sequence; all handles become stale. Open steps are undone."""
+        self.store.drop_all()
+
+    def close(self) -> None:
+        """Drop every sequence and give all memory back. Closing twice is harmless.
+
+        Tensors that were handed out stay readable as long as they are referenced.
+        """
+        self.store.close()
+
+    def __enter__(self) -> KvCacheManager:
+        self.store.require_usable()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self.store.live)} sequences"
+        total = self.block_allocator.total_block_count
+        return f"<KvCacheManager {self.backend!r}, {total} blocks of {self.block_size} tokens: {state}>"
+
+    # -- checks ------------------------------------------------------------------------------------------
+
+    def _own(self, handle: KvCacheHandle) -> CachedSequence:
+        """Return the sequence of a usable handle of this cache."""
+        if not isinstance(handle, KvCacheHandle):
+            raise HandleError(f"{handle!r} is not a cache handle", reason="foreign")
+        if handle.manager is not self:
+            raise HandleError(f"{handle!r} belongs to another cache", reason="foreign")
+        handle.require_usable()
+        return handle.sequence
+
+    def _max_tokens(self, request: AllocationRequest) -> int:
+        return request.max_sequence_length or self.max_sequence_length
+
+    def _checked_request(self, request: AllocationRequest | None, fields: dict[str, Any]) -> AllocationRequest:
+        if request is None:
+            request = AllocationRequest(**fields)
+        elif fields:
+            raise TypeError("give either an AllocationRequest or its fields, not both")
+        spec, geometry = self.geometry.single_spec, self.geometry
+        wanted = {
+            "num_layers": (request.num_layers, geometry.num_layers),
+            "num_heads": (request.num_heads, spec.num_kv_heads if spec else "different from layer to layer"),
+            "head_dim": (request.head_dim, spec.head_dim if spec else "different from layer to layer"),
+            "device": (_text(request.device), _text(self.device)),
+            "dtype": (_text(request.dtype), _text(self.dtype)),
+        }
+        for name, (asked, actual) in wanted.items():
+            if asked is not None and asked != actual:
+                raise ShapeError(f"the request asks for {name}={asked} and the cache's is {actual}")
+        if self._max_tokens(request) > self.max_sequence_length:
+            raise ShapeError(
+                f"the request asks for max_sequence_length={request.max_sequence_length} and the cache's is "
+                f"{self.max_sequence_length}; raise it in the configuration"
+            )
+        return request
+
+
+def _own_specs(geometry: CacheGeometry) -> dict[int, LayerSpec]:
+    return {layer: group.spec for group in geometry.groups for layer in group.layers}
+
+
+def _text(value: Any) -> str | None:
+    """A device or dtype as text, however it was given."""
+    return None if value is None else str(value).removeprefix("torch.")

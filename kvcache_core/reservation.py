@@ -1,0 +1,93 @@
+"""Room for the next tokens of a sequence: further blocks, and private copies of blocks that others see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache_core.block_table import blocks_for
+from kvcache_core.books import Books
+from kvcache_core.sequence import CachedSequence
+from kvcache_core.storage import BlockCopy, Storage
+
+__all__ = ["Reservation"]
+
+
+class Reservation:
+    """Makes positions `start` to `stop` of one sequence writable, and can take it all back.
+
+    Only the block that holds `start` can be both partly filled and shared: blocks before it are not written,
+    and blocks after it hold no committed token of this sequence.
+
+    Attributes:
+        sequence: Whose room it is.
+        start: First position that will be written.
+        stop: One past the last one.
+        needed: Free blocks that `apply` takes.
+    """
+
+    __slots__ = ("_copied", "_had_blocks", "needed", "sequence", "start", "stop")
+
+    def __init__(self, books: Books, sequence: CachedSequence, start: int, stop: int) -> None:
+        self.sequence = sequence
+        self.start = start
+        self.stop = stop
+        size = books.block_size
+        held = len(sequence.blocks)
+        #: (logical index, block named before, private block) of the copied block, once there is one.
+        self._copied: tuple[int, int, int] | None = None
+        self._had_blocks = held
+        self.needed = max(0, blocks_for(stop, size) - held)
+        if stop > start and start % size and books.is_shared(sequence.blocks[start // size]):
+            self.needed += 1
+
+    def apply(self, books: Books, storage: Storage, taken: Sequence[int]) -> None:
+        """Enter the `needed` blocks in the table and have the storage prepare them.
+
+        If the storage raises, the table is as before and `taken` belongs to the caller again.
+        """
+        sequence = self.sequence
+        size = books.block_size
+        fresh = list(taken)
+        copies = []
+        index = self.start // size
+        if len(fresh) > max(0, blocks_for(self.stop, size) - self._had_blocks):
+            old, new = sequence.blocks[index], fresh.pop()
+            self._copied = (index, old, new)
+            sequence.blocks[index] = new
+            copies.append(BlockCopy(old, new, self.start % size))
+        sequence.blocks.extend(fresh)
+        try:
+            storage.reserve(sequence.slot, sequence.blocks, self.start, self.stop, copies)
+        except BaseException:
+            self._restore_table()
+            raise
+
+    def _restore_table(self) -> None:
+        del self.sequence.blocks[self._had_blocks :]
+        if self._copied is not None:
+            index, old, _ = self._copied
+            self.sequence.blocks[index] = old
+
+    @property
+    def held_blocks(self) -> tuple[int, ...]:
+        """The shared block that was copied and that `undo` would return to; still counted as named."""
+        return () if self._copied is None else (self._copied[1],)
+
+    def undo(self, books: Books) -> None:
+        """Put the table back as it was before `apply` and free the blocks that it took."""
+        taken = self.sequence.blocks[self._had_blocks :]
+        if self._copied is not None:
+            taken.append(self._copied[2])
+        self._restore_table()
+        books.release(taken)
+
+    def settle(self, books: Books, num_tokens: int) -> None:
+        """Keep what the first `num_tokens` tokens need and what was there before; free the rest."""
+        keep = max(blocks_for(num_tokens, books.block_size), self._had_blocks)
+        excess = self.sequence.blocks[keep:]
+        del self.sequence.blocks[keep:]
+        if self._copied is not None:
+            excess.append(
+                self._copied[1]
+            )  # the name of the shared block, held until now so that undo could return to it
+        books.release(excess)

@@ -1,0 +1,191 @@
+"""The record of one cached sequence, which every handle to it refers to; and requests for new ones."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+import weakref
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from kvcache_core.errors import ConfigError, ShapeError
+from kvcache_core.geometry import DTYPE_SIZES, CacheGeometry
+
+if TYPE_CHECKING:
+    from kvcache_core.handle import KvCacheHandle
+    from kvcache_core.step import Transaction
+
+__all__ = ["AllocationRequest", "CachedSequence", "HandleState", "token_array"]
+
+
+class HandleState(Enum):
+    """Where a sequence's memory is."""
+
+    ACTIVE = "active"
+    SWAPPED = "swapped"
+    FREED = "freed"
+
+
+_process = secrets.token_hex(4)
+_numbers = itertools.count(1)
+
+
+def _forget_process() -> None:
+    global _process  # noqa: PLW0603 - a forked child must not repeat its parent's ids
+    _process = secrets.token_hex(4)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_process)
+
+
+def unique_id(prefix: str) -> str:
+    """An id that no other sequence of this machine has, such as `"kv-1f8a03c2-17"`."""
+    return f"{prefix}-{_process}-{next(_numbers)}"
+
+
+def token_array(token_ids: Iterable[int]) -> array[int]:
+    """Return token ids as a signed 64-bit array.
+
+    Args:
+        token_ids: Ints, or a one-dimensional integer tensor or array (anything with `tolist()`).
+
+    Raises:
+        ShapeError: An id is not an int of at most 64 bits, or the tensor has more than one dimension.
+    """
+    values = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    try:
+        return array("q", values)
+    except (TypeError, OverflowError) as error:
+        raise ShapeError(
+            f"token ids must be a flat sequence of 64-bit ints, not {_brief(token_ids)} ({error})"
+        ) from None
+
+
+def _brief(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationRequest:
+    """What a new sequence needs.
+
+    Attributes:
+        token_ids: The prompt. Room for it is reserved, and its cached prefix, if any, is reused.
+        num_tokens: Tokens to reserve room for when the prompt's ids are not given, or for more than the prompt.
+        request_id: The caller's name for the sequence; made up when None.
+        max_sequence_length: Tokens the sequence may ever hold; the cache's own maximum when None.
+        priority: Higher is more important; eviction policies may use it.
+        num_layers: If given, must equal the cache's.
+        num_heads: Key/value heads; if given, must equal the cache's.
+        head_dim: If given, must equal the cache's.
+        device: If given, must be the cache's, as a string or `torch.device`.
+        dtype: If given, must be the cache's, as torch's name or `torch.dtype`.
+    """
+
+    token_ids: Iterable[int] = ()
+    num_tokens: int | None = None
+    request_id: str | None = None
+    max_sequence_length: int | None = None
+    priority: int = 0
+    num_layers: int | None = None
+    num_heads: int | None = None
+    head_dim: int | None = None
+    device: Any = None
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", tuple(token_array(self.token_ids)))
+        for name in ("num_tokens", "max_sequence_length", "num_layers", "num_heads", "head_dim"):
+            value = getattr(self, name)
+            least = 0 if name == "num_tokens" else 1
+            if value is not None and (type(value) is not int or value < least):
+                raise ShapeError(f"{name} must be an int of at least {least}, not {value!r}")
+        if type(self.priority) is not int:
+            raise ShapeError(f"priority must be an int, not {self.priority!r}")
+        if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
+            raise ShapeError(f"request_id must be a string with at least one character, not {self.request_id!r}")
+
+    @property
+    def initial_tokens(self) -> int:
+        """Tokens to reserve room for."""
+        return max(len(tuple(self.token_ids)), self.num_tokens or 0)
+
+    def estimated_memory_bytes(self, geometry: CacheGeometry | None = None, dtype: str | None = None) -> int:
+        """Bytes of K and V that `initial_tokens` take, not rounded to blocks.
+
+        Args:
+            geometry: The cache's geometry; needed where the request does not give its own numbers.
+            dtype: Stored dtype by torch's name; the request's, else the geometry's, else float32.
+
+        Raises:
+            ConfigError: Neither a geometry nor all of num_layers, num_heads and head_dim is given.
+        """
+        name = dtype or (str(self.dtype).removeprefix("torch.") if self.dtype is not None else None)
+        if geometry is not None:
+            return self.initial_tokens * geometry.bytes_per_token(name)
+        if self.num_layers is None or self.num_heads is None or self.head_dim is None:
+            raise ConfigError(
+                "estimated_memory_bytes needs a geometry, or num_layers, num_heads and head_dim in the request"
+            )
+        per_token = self.num_layers * self.num_heads * self.head_dim * 2 * DTYPE_SIZES[name or "float32"]
+        return self.initial_tokens * per_token
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """One sequence's books. Only the manager changes them, under its lock.
+
+    Attributes:
+        cache_id: Unique name of this sequence's cache; shared by clones, new for a fork.
+        request_id: The caller's name for it.
+        max_tokens: Tokens it may ever hold.
+        generation: The cache's generation it belongs to.
+        priority: Higher is more important.
+        slot: What the storage returned for it.
+        blocks: Physical block ids in logical order.
+        num_tokens: Committed tokens.
+        token_ids: Ids of the leading tokens that were named; anonymous ones end it.
+        references: Live handles.
+        state: Active, swapped or freed.
+        version: Changes whenever the contents or the table change.
+        transaction: The open step it takes part in, or None.
+        last_access: `time.time()` of the last use.
+    """
+
+    cache_id: str
+    request_id: str
+    max_tokens: int
+    generation: int
+    priority: int
+    slot: Any
+    blocks: list[int]
+    num_tokens: int = 0
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    references: int = 0
+    state: HandleState = HandleState.ACTIVE
+    version: int = 0
+    transaction: Transaction | None = None
+    last_access: float = field(default_factory=time.time)
+
+    _handles: list[weakref.ref[KvCacheHandle]] = field(default_factory=list)
+
+    def note_handle(self, handle: KvCacheHandle) -> None:
+        """Remember a handle to this sequence, weakly."""
+        self._handles = [known for known in self._handles if known() is not None]
+        self._handles.append(weakref.ref(handle))
+
+    def any_handle(self) -> KvCacheHandle | None:
+        """Return a usable handle to this sequence, if there is one."""
+        handles = (known() for known in self._handles)
+        return next((handle for handle in handles if handle is not None and handle.is_valid), None)
+
+    def touch(self) -> None:
+        """Note a use."""
+        self.last_access = time.time()

@@ -1,0 +1,481 @@
+"""The sequences of one cache: opening, forking, truncating, freeing them, and finishing steps over them.
+
+Everything that changes the books of a cache happens here, under one lock, and all or nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvcache_core.allocator import BlockAllocator
+from kvcache_core.audit import audit_books
+from kvcache_core.block_table import MutableBlockTable, blocks_for
+from kvcache_core.books import Books
+from kvcache_core.errors import CacheFullError, HandleError, ShapeError, StepError
+from kvcache_core.locking import Guard, process_generation
+from kvcache_core.pressure import PressureMonitor
+from kvcache_core.reservation import Reservation
+from kvcache_core.sequence import CachedSequence, HandleState, unique_id
+from kvcache_core.stats import CacheHandleStats
+from kvcache_core.step import Part, Transaction
+from kvcache_core.storage import Storage
+
+__all__ = ["SequenceStore"]
+
+
+class SequenceStore:
+    """The sequences, blocks and lock of one cache.
+
+    Attributes:
+        storage: The memory.
+        books: Who names which block.
+        pressure: The watch over the budget.
+        live: Request id -> sequence, in order of allocation.
+        generation: Rises when the cache is reset; sequences of an older one are stale.
+        allocations: Sequences opened or forked so far.
+        reclaimed_sequences: Sequences so far that were given back because their handles had been dropped.
+        reclaimed_blocks: Blocks that this freed.
+    """
+
+    def __init__(self, storage: Storage, pressure: PressureMonitor) -> None:
+        spec = storage.spec
+        self.storage = storage
+        self.pressure = pressure
+        self.live: dict[str, CachedSequence] = {}
+        self.generation = 0
+        self.allocations = 0
+        self.reclaimed_sequences = 0
+        self.reclaimed_blocks = 0
+        self.closed = False
+        self._guard = Guard(self._settle_dropped, self._note_pressure, self._after_release)
+        self.books = Books(BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, scrub=spec.scrub)
+        self._dropped: deque[CachedSequence | Transaction] = deque()
+        self._process = process_generation()
+
+    # -- whether it can be used --------------------------------------------------------------------------
+
+    @property
+    def unusable(self) -> HandleError | None:
+        """Why nothing here can be used any more, or None."""
+        if self.closed:
+            return HandleError("the cache was closed; open it again", reason="closed")
+        if self._process != process_generation():
+            return HandleError(
+                "the cache was opened before this process was forked; open one of its own in the child",
+                reason="forked-process",
+            )
+        return None
+
+    def require_usable(self) -> None:
+        """Raise HandleError if the cache is closed or this is a forked child."""
+        problem = self.unusable
+        if problem is not None:
+            raise problem
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of a usable cache."""
+        self.require_usable()
+        with self._guard:
+            self.require_usable()
+            yield
+
+    def problem_with(self, sequence: CachedSequence) -> HandleError | None:
+        """Why this sequence cannot be used, or None."""
+        problem = self.unusable
+        if problem is not None:
+            return problem
+        name = sequence.request_id
+        if sequence.generation != self.generation:
+            return HandleError(
+                f"the handle of {name!r} is from before the cache was reset; allocate again", reason="stale"
+            )
+        if sequence.state is HandleState.FREED:
+            return HandleError(f"the handle of {name!r} was freed; allocate or fork a new one", reason="freed")
+        if sequence.state is HandleState.SWAPPED:
+            return HandleError(f"the cache of {name!r} is swapped out; swap it in first", reason="swapped")
+        return None
+
+    def require_changeable(self, sequence: CachedSequence, operation: str) -> None:
+        """Raise unless the sequence is usable and no open step includes it."""
+        problem = self.problem_with(sequence)
+        if problem is not None:
+            raise problem
+        if sequence.transaction is not None:
+            raise StepError(
+                f"cannot {operation} {sequence.request_id!r} while it is part of an open step; commit or abort the step"
+            )
+
+    # -- opening and freeing -----------------------------------------------------------------------------
+
+    def open(self, request_id: str | None, num_tokens: int, max_tokens: int, priority: int) -> CachedSequence:
+        """Open an empty sequence with room for `num_tokens`."""
+        self._require_length(num_tokens, max_tokens)
+        with self.locked():
+            name = self._unused_name(request_id)
+            needed = blocks_for(num_tokens, self.books.block_size)
+            blocks = self.books.take(needed, purpose=f"for a sequence of {num_tokens} tokens")
+            try:
+                slot = self.storage.open(max_tokens)
+            except BaseException:
+                self.books.release(blocks)
+                raise
+            return self._enter(
+                CachedSequence(unique_id("kv"), name, max_tokens, self.generation, priority, slot, blocks)
+            )
+
+    def fork(self, source: CachedSequence, request_id: str | None) -> CachedSequence:
+        """Open a sequence that starts with the tokens of `source`."""
+        with self.locked():
+            self.require_changeable(source, "fork")
+            name = self._unused_name(request_id)
+            size, num_tokens = self.books.block_size, source.num_tokens
+            used = blocks_for(num_tokens, size)
+            shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
+            shared = source.blocks[: used if shared_tokens >= num_tokens else shared_tokens // size]
+            copied = self.books.take(used - len(shared), purpose=f"to fork {source.request_id!r}")
+            try:
+                slot = self.storage.fork(source.slot, num_tokens)
+            except BaseException:
+                self.books.release(copied)
+                raise
+            self.books.share(shared)
+            source.touch()
+            return self._enter(
+                CachedSequence(
+                    unique_id("kv"),
+                    name,
+                    source.max_tokens,
+                    self.generation,
+                    source.priority,
+                    slot,
+                    shared + copied,
+                    num_tokens,
+                    source.token_ids[:],
+                )
+            )
+
+    def add_reference(self, sequence: CachedSequence) -> None:
+        """One more handle refers to the sequence."""
+        with self.locked():
+            problem = self.problem_with(sequence)
+            if problem is not None:
+                raise problem
+            sequence.references += 1
+
+    def drop_reference(self, sequence: CachedSequence) -> None:
+        """One handle less refers to the sequence; the last one frees it. Under the lock."""
+        sequence.references -= 1
+        if sequence.references == 0:
+            self._free(sequence)
+
+    def free(self, request_id: str) -> None:
+        """Free a sequence, whatever handles refer to it."""
+        with self.locked():
+            sequence = self.find(request_id)
+            self.require_changeable(sequence, "deallocate")
+            self._free(sequence)
+
+    def find(self, request_id: str) -> CachedSequence:
+        """Return the live sequence of this name, or raise HandleError."""
+        sequence = self.live.get(request_id)
+        if sequence is None:
+            raise HandleError(f"no live sequence has the request id {request_id!r}", reason="unknown")
+        return sequence
+
+    def drop_all(self) -> None:
+        """Free every sequence and undo every open step; their handles become stale."""
+        with self.locked():
+            self._drop_all()
+
+    def close(self) -> None:
+        """Free everything and shut the storage down; a second call, or one in a forked child, does nothing."""
+        if self.closed or self._process != process_generation():
+            self.closed = True
+            return
+        with self._guard:
+            if not self.closed:
+                self._drop_all()
+                self.closed = True
+                self.storage.shutdown()
+
+    # -- growing and shrinking ---------------------------------------------------------------------------
+
+    def extend(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Reserve room for `num_tokens` beyond those stored."""
+        with self.locked():
+            self.require_changeable(sequence, "extend")
+            stop = sequence.num_tokens + num_tokens
+            self._require_length(stop, sequence.max_tokens)
+            missing = blocks_for(stop, self.books.block_size) - len(sequence.blocks)
+            if missing > 0:
+                sequence.blocks += self.books.take(missing, purpose=f"to extend by {num_tokens} tokens")
+
+    def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens."""
+        with self.locked():
+            self.require_changeable(sequence, "truncate")
+            if type(num_tokens) is not int or not 0 <= num_tokens <= sequence.num_tokens:
+                raise ShapeError(
+                    f"truncate takes an int from 0 to {sequence.num_tokens}, the tokens stored, not {num_tokens!r}"
+                )
+            self.storage.truncate(sequence.slot, num_tokens)
+            self._cut(sequence, num_tokens)
+
+    def _cut(self, sequence: CachedSequence, num_tokens: int) -> None:
+        size = self.books.block_size
+        kept = blocks_for(num_tokens, size)
+        dropped = sequence.blocks[kept:]
+        del sequence.blocks[kept:]
+        del sequence.token_ids[num_tokens:]
+        if num_tokens < sequence.num_tokens and num_tokens % size:
+            self.books.scrub_tail(sequence.blocks[-1], num_tokens % size)
+        sequence.num_tokens = num_tokens
+        sequence.version += 1
+        sequence.touch()
+        self.books.release(dropped)
+
+    @contextmanager
+    def edited_table(self, sequence: CachedSequence) -> Iterator[MutableBlockTable]:
+        """Yield a table to extend; adopt its blocks on a normal exit, give them back otherwise."""
+        taken: list[int] = []
+
+        def allocate(count: int) -> Sequence[int]:
+            blocks = self.books.allocator.allocate_blocks(count)
+            taken.extend(blocks)
+            return blocks
+
+        with self.locked():
+            self.require_changeable(sequence, "edit the block table of")
+            before, version = list(sequence.blocks), sequence.version
+            table = MutableBlockTable(before, sequence.num_tokens, self.books.block_size, allocate)
+        adopted: list[int] = []
+        try:
+            yield table
+            with self.locked():
+                self.require_changeable(sequence, "edit the block table of")
+                adopted = self._adopted(sequence, table, before, version)
+                for block in adopted:
+                    self.books.allocator.adopt(block)
+                sequence.blocks += adopted
+        finally:
+            leftover = [block for block in taken if block not in adopted and block in self.books.allocator.loose]
+            self.books.allocator.free_blocks(leftover)
+
+    def _adopted(
+        self, sequence: CachedSequence, table: MutableBlockTable, before: list[int], version: int
+    ) -> list[int]:
+        """Return the blocks that an edited table adds, if it is sound."""
+        if sequence.version != version or sequence.blocks != before:
+            raise HandleError(
+                f"{sequence.request_id!r} changed while its block table was being edited; edit it again",
+                reason="stale",
+            )
+        edited = list(table.physical_blocks)
+        added = edited[len(before) :]
+        if edited[: len(before)] != before:
+            raise ShapeError("a block table may only grow: its first blocks must stay as they were")
+        if len(set(added)) != len(added):
+            raise ShapeError("a block is named twice in the block table")
+        foreign = [block for block in added if block not in self.books.allocator.loose]
+        if foreign:
+            raise HandleError(
+                f"blocks {foreign} do not belong to the caller; get blocks from allocate_blocks",
+                reason="foreign",
+            )
+        if table.sequence_length != sequence.num_tokens:
+            raise ShapeError("the sequence length moves only when a step commits or by truncate")
+        most = blocks_for(sequence.max_tokens, self.books.block_size)
+        if added and len(edited) > most:
+            raise ShapeError(f"{len(edited)} blocks are more than the {most} that {sequence.max_tokens} tokens fill")
+        return added
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def reserve(self, wanted: Sequence[tuple[CachedSequence, int, array[int] | None]]) -> Transaction:
+        """Reserve room for the new tokens of every sequence, or for none.
+
+        Args:
+            wanted: Sequence, number of new tokens, and their ids if they are named.
+        """
+        with self.locked():
+            parts = []
+            for sequence, count, token_ids in wanted:
+                self.require_changeable(sequence, "begin a step with")
+                start = sequence.num_tokens
+                self._require_length(start + count, sequence.max_tokens)
+                parts.append(Part(sequence, Reservation(self.books, sequence, start, start + count), token_ids))
+            needed = sum(part.reservation.needed for part in parts)
+            tokens = sum(count for _, count, _ in wanted)
+            blocks = self.books.take(needed, purpose=f"for {tokens} new tokens")
+            applied: list[Part] = []
+            try:
+                for part in parts:
+                    part.reservation.apply(self.books, self.storage, blocks[: part.reservation.needed])
+                    del blocks[: part.reservation.needed]
+                    applied.append(part)
+            except BaseException:
+                self.books.release(blocks)
+                for part in reversed(applied):
+                    self._undo(part)
+                raise
+            transaction = Transaction(tuple(parts))
+            for part in parts:
+                part.sequence.transaction = transaction
+            return transaction
+
+    def finish(self, transaction: Transaction, *, keep: bool) -> None:
+        """Commit a step, or undo it."""
+        with self.locked():
+            self._finish(transaction, keep=keep)
+
+    def _finish(self, transaction: Transaction, *, keep: bool) -> None:
+        if not transaction.open:
+            return
+        if keep:
+            self._commit(transaction)
+        transaction.open = False
+        for part in transaction.parts:
+            part.sequence.transaction = None
+        if not keep:
+            for part in reversed(transaction.parts):
+                self._undo(part)
+
+    def _commit(self, transaction: Transaction) -> None:
+        stops = {
+            index: transaction.parts[index].reservation.start + accepted
+            for index, accepted in transaction.accepted.items()
+        }
+        for (
+            index,
+            stop,
+        ) in stops.items():  # first, since only this can fail; what it drops is not needed either way
+            part = transaction.parts[index]
+            if stop < part.reservation.stop:
+                self.storage.truncate(part.sequence.slot, stop)
+        for index, part in enumerate(transaction.parts):
+            sequence, reservation = part.sequence, part.reservation
+            stop = stops.get(index, reservation.stop)
+            reservation.settle(self.books, stop)
+            if stop < reservation.stop and stop % self.books.block_size:
+                self.books.scrub_tail(sequence.blocks[stop // self.books.block_size], stop % self.books.block_size)
+            if part.token_ids is not None and len(sequence.token_ids) == reservation.start:
+                sequence.token_ids.extend(part.token_ids[: stop - reservation.start])
+            sequence.num_tokens = stop
+            sequence.version += 1
+            sequence.touch()
+
+    def _undo(self, part: Part) -> None:
+        """Put one sequence back to before its step, memory included."""
+        sequence, reservation = part.sequence, part.reservation
+        reservation.undo(self.books)
+        sequence.version += 1
+        size = self.books.block_size
+        if reservation.start % size and reservation.stop > reservation.start:
+            self.books.scrub_tail(sequence.blocks[reservation.start // size], reservation.start % size)
+        self.storage.truncate(sequence.slot, reservation.start)
+
+    # -- dropped without being freed ---------------------------------------------------------------------
+
+    def release_dropped(self, dropped: CachedSequence | Transaction) -> None:
+        """Give back what a handle or step held that was dropped; at once if possible, else by the next operation.
+
+        May be called by the garbage collector: on any thread, and while this thread holds the lock.
+        """
+        self._dropped.append(dropped)
+        self._settle_now()
+
+    def _settle_now(self) -> None:
+        while self._dropped and self.unusable is None and self._guard.try_enter():
+            self._guard.leave()
+
+    def _settle_dropped(self) -> None:
+        while self._dropped and not self.closed:
+            dropped = self._dropped.popleft()
+            if isinstance(dropped, Transaction):
+                self._finish(dropped, keep=False)
+            elif dropped.state is not HandleState.FREED and dropped.generation == self.generation:
+                if dropped.transaction is not None:
+                    self._finish(dropped.transaction, keep=False)
+                free_before = self.books.allocator.free_block_count
+                self.drop_reference(dropped)
+                self.reclaimed_sequences += dropped.references == 0
+                self.reclaimed_blocks += self.books.allocator.free_block_count - free_before
+
+    def _note_pressure(self) -> None:
+        self.pressure.note(self.books.used_blocks, self.books.allocator.total_block_count)
+
+    def _after_release(self) -> None:
+        self.pressure.deliver()
+        if self._dropped:
+            self._settle_now()
+
+    # -- helpers -----------------------------------------------------------------------------------------
+
+    def statistics(self, sequence: CachedSequence) -> CacheHandleStats:
+        """One sequence in numbers."""
+        with self.locked():
+            size, block_bytes = self.books.block_size, self.storage.bytes_per_block
+            references = [self.books.allocator.references(block) for block in sequence.blocks]
+            room = len(references) * size
+            return CacheHandleStats(
+                memory_bytes=round(sum(block_bytes / count for count in references)),
+                total_memory_bytes=block_bytes * len(references),
+                blocks_allocated=len(references),
+                shared_blocks=sum(count > 1 for count in references),
+                tokens_stored=sequence.num_tokens,
+                utilization=sequence.num_tokens / room if room else 0.0,
+                last_access=sequence.last_access,
+            )
+
+    def audit(self) -> tuple[str, ...]:
+        """Every inconsistency in the books and in the storage's own."""
+        with self.locked():
+            return (*audit_books(self.books.allocator, self.live.values()), *self.storage.audit())
+
+    def _enter(self, sequence: CachedSequence) -> CachedSequence:
+        self.live[sequence.request_id] = sequence
+        self.allocations += 1
+        sequence.references = 1
+        return sequence
+
+    def _free(self, sequence: CachedSequence) -> None:
+        sequence.state = HandleState.FREED
+        sequence.version += 1
+        del self.live[sequence.request_id]
+        blocks, sequence.blocks = sequence.blocks, []
+        slot, sequence.slot = sequence.slot, None
+        self.books.release(blocks)
+        self.storage.close(slot)
+
+    def _drop_all(self) -> None:
+        sequences = list(self.live.values())
+        for sequence in sequences:
+            if sequence.transaction is not None:
+                self._finish(sequence.transaction, keep=False)
+        for sequence in sequences:
+            self._free(sequence)
+        self.generation += 1
+
+    def _unused_name(self, request_id: str | None) -> str:
+        if request_id is None:
+            return unique_id("request")
+        if request_id in self.live:
+            raise HandleError(
+                f"the request id {request_id!r} belongs to a live sequence; free it first, or choose another",
+                reason="in-use",
+            )
+        return request_id
+
+    def _require_length(self, num_tokens: int, max_tokens: int) -> None:
+        if num_tokens > max_tokens:
+            free = self.books.allocator.free_block_count
+            raise CacheFullError(
+                f"{num_tokens} tokens are more than the {max_tokens} that this sequence may hold",
+                needed=blocks_for(num_tokens, self.books.block_size),
+                free=free,
+                hint="raise max_sequence_length (and the budget, if it is less), or shorten the prompt",
+            )

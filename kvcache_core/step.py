@@ -1,0 +1,397 @@
+"""The transaction over one forward pass: begin, write layer by layer, attend, commit or abort."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from array import array
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from kvcache_core.batch import Batch, Segment
+from kvcache_core.errors import HandleError, ShapeError, StepError
+from kvcache_core.reservation import Reservation
+from kvcache_core.sequence import CachedSequence, token_array
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcache_core.handle import KvCacheHandle
+    from kvcache_core.manager import KvCacheManager
+
+__all__ = ["NewTokens", "Step", "Transaction"]
+
+#: What a sequence adds in a step: the token ids, or how many when the caller will not name them.
+NewTokens = int | Iterable[int]
+
+
+class Part(NamedTuple):
+    """One sequence's part of a step."""
+
+    sequence: CachedSequence
+    reservation: Reservation
+    token_ids: array[int] | None
+
+
+class Transaction:
+    """What it takes to finish or undo a step; survives a step object that was dropped."""
+
+    __slots__ = ("accepted", "open", "parts")
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self.parts = parts
+        self.accepted: dict[int, int] = {}  # index of the part -> new tokens to keep
+        self.open = True
+
+
+def parse_new_tokens(new_tokens: NewTokens) -> tuple[int, array[int] | None]:
+    """Return how many tokens are meant, and their ids if they are named.
+
+    Raises:
+        ShapeError: A negative count, a bool, or ids that are no flat sequence of 64-bit ints.
+    """
+    if isinstance(new_tokens, int):
+        if isinstance(new_tokens, bool) or new_tokens < 0:
+            raise ShapeError(f"a number of new tokens must be an int of at least 0, not {new_tokens!r}")
+        return new_tokens, None
+    ids = token_array(new_tokens)
+    return len(ids), ids
+
+
+class Step:
+    """One forward pass over a batch of handles; made by `KvCacheManager.begin` or `.step`.
+
+    All tensors are packed along tokens, in the order in which the handles were named: a step with 3 new tokens
+    for the first handle and 1 for the second takes K of shape `[4, num_kv_heads, head_dim]`, whose last row
+    belongs to the second.
+
+    As a context manager a step commits on a normal exit and aborts on an exception. A step that is dropped
+    without either is rolled back, with a ResourceWarning.
+    """
+
+    def __init__(
+        self,
+        manager: KvCacheManager,
+        handles: tuple[KvCacheHandle, ...],
+        transaction: Transaction,
+        batch: Batch,
+    ) -> None:
+        self._manager = manager
+        self._handles = handles
+        self._transaction = transaction
+        self._batch = batch
+        self._storage = manager.storage
+        self._written: set[int] = set()
+        self._state: Literal["open", "committed", "aborted"] = "open"
+        self._versions: tuple[int, ...] = ()
+
+    # -- what the step is over ---------------------------------------------------------------------------
+
+    @property
+    def handles(self) -> tuple[KvCacheHandle, ...]:
+        """The handles, in packing order."""
+        return self._handles
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Rows of every packed tensor."""
+        return self._batch.num_tokens
+
+    @property
+    def state(self) -> Literal["open", "committed", "aborted"]:
+        """Whether the step is open, committed or aborted."""
+        return self._state
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of every new token in its sequence, int64 `[num_new_tokens]`."""
+        return self._batch.positions
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """Physical slot of every new token (`block id * block_size + row`), int64 `[num_new_tokens]`."""
+        return self._batch.slot_mapping
+
+    @property
+    def block_tables(self) -> torch.Tensor:
+        """Block ids of each sequence, int32 `[handles, max blocks]`, padded with the null block 0."""
+        return self._batch.block_tables
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """Tokens of each sequence, the new ones included, int32 `[handles]`."""
+        return self._batch.seq_lens
+
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        """Prefix sums of the new tokens, int32 `[handles + 1]`."""
+        return self._batch.cu_seqlens_q
+
+    @property
+    def last_token_index(self) -> torch.Tensor:
+        """Packed row of each sequence's last new token, int64 `[handles]`; -1 where it has none."""
+        return self._batch.last_token_index
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the new tokens' keys and values of one layer.
+
+        Args:
+            layer: A layer that caches K and V of its own, not yet written in this step.
+            key: `[num_new_tokens, num_kv_heads, head_dim]`, in the cache's dtype and on its device. The cache
+                copies it; the caller may change it afterwards.
+            value: `[num_new_tokens, num_kv_heads, value_head_dim]` likewise.
+
+        Raises:
+            ShapeError: A wrong shape, dtype, device or layer, or a tensor that carries gradients.
+            StepError: The step is not open, or the layer was already written.
+        """
+        self._require_open("write")
+        spec = self._manager.own_spec(layer)
+        if layer in self._written:
+            raise StepError(f"layer {layer} was already written in this step; each layer is written once")
+        rows, heads = self._batch.num_tokens, spec.num_kv_heads
+        key = self._checked(layer, "key", key, (rows, heads, spec.head_dim))
+        value = self._checked(layer, "value", value, (rows, heads, spec.value_head_dim))
+        self._storage.write(self._batch, layer, key, value)
+        self._written.add(layer)
+
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+        """Attend the new tokens causally over everything cached in `layer`, the new tokens included.
+
+        Legal from the write of the layer until a handle of the step changes again, so also after the commit.
+
+        Args:
+            layer: A layer that was written in this step, or one that shares the K and V of such a layer.
+            query: `[num_new_tokens, num_heads, head_dim]`, floating; query head `h` reads kv head
+                `h // (num_heads // num_kv_heads)`.
+            scale: Factor on the scores; `head_dim ** -0.5` when None.
+
+        Returns:
+            `[num_new_tokens, num_heads, value_head_dim]` in the dtype of `query`.
+
+        Raises:
+            ShapeError: A wrong shape, dtype, device or layer.
+            StepError: The layer was not written in this step, or the step is over and its handles have changed.
+        """
+        self._require_readable("attend")
+        producer = self._written_producer(layer)
+        spec = self._manager.own_spec(producer)
+        shape, num_heads = query.shape, query.shape[1] if query.ndim == 3 else 0
+        if (
+            query.ndim != 3
+            or shape[0] != self._batch.num_tokens
+            or shape[2] != spec.head_dim
+            or num_heads == 0
+            or num_heads % spec.num_kv_heads
+        ):
+            raise ShapeError(
+                f"layer {layer}: query must be [{self._batch.num_tokens}, a multiple of {spec.num_kv_heads}, "
+                f"{spec.head_dim}], not {list(shape)}"
+            )
+        if not query.is_floating_point():
+            raise ShapeError(f"layer {layer}: query must be floating point, not {query.dtype}")
+        self._check_device(layer, "query", query)
+        return self._storage.attend(
+            self._batch, producer, query, spec.head_dim**-0.5 if scale is None else scale, spec.window
+        )
+
+    def gather(self, layer: int, handle: KvCacheHandle | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of one sequence in one layer, the step's new tokens included.
+
+        For callers that bring their own attention. Views where the backend can (`dense_is_view`), valid until
+        the handle's next truncate, swap or free; else copies.
+
+        Args:
+            layer: A layer that was written in this step, or one that shares with such a layer.
+            handle: Which sequence; may be left out when the step has only one.
+
+        Returns:
+            K `[tokens, num_kv_heads, head_dim]` and V `[tokens, num_kv_heads, value_head_dim]`.
+
+        Raises:
+            ShapeError: The layer does not exist or caches nothing.
+            StepError: The layer was not written in this step, the step is over and its handles have changed,
+                or the handle is not part of it.
+        """
+        self._require_readable("gather")
+        producer = self._written_producer(layer)
+        segment = self._batch.segments[self._index(handle)]
+        return self._storage.gather(segment.slot, segment.blocks, segment.stop, producer)
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def accept(self, handle: KvCacheHandle, num_tokens: int) -> None:
+        """Keep only the first `num_tokens` new tokens of `handle` when the step commits (speculation).
+
+        Raises:
+            StepError: The step is not open or the handle is not part of it.
+            ShapeError: `num_tokens` is not between 0 and the handle's new tokens.
+        """
+        self._require_open("accept")
+        index = self._index(handle)
+        most = self._batch.segments[index].num_new_tokens
+        if type(num_tokens) is not int or not 0 <= num_tokens <= most:
+            raise ShapeError(f"accept takes 0 to {most} of this handle's new tokens, not {num_tokens!r}")
+        self._transaction.accepted[index] = num_tokens
+
+    def commit(self) -> None:
+        """Make the new tokens part of their sequences: all lengths move together.
+
+        Raises:
+            StepError: The step is not open, or a layer that caches is unwritten; the step stays open.
+        """
+        self._require_open("commit")
+        missing = [layer for layer in self._manager.geometry.caching_layers if layer not in self._written]
+        if missing and self._batch.num_tokens:
+            raise StepError(
+                f"commit needs every layer written; missing: {_ranges(missing)}. Write them, or abort the step"
+            )
+        self._manager.store.finish(self._transaction, keep=True)
+        self._state = "committed"
+        self._versions = tuple(part.sequence.version for part in self._transaction.parts)
+
+    def abort(self) -> None:
+        """Put lengths, tables and free counts back to what they were before the step.
+
+        Raises:
+            StepError: The step is not open.
+        """
+        self._require_open("abort")
+        self._state = "aborted"
+        self._manager.store.finish(self._transaction, keep=False)
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._state != "open":
+            return
+        if error_type is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except StepError:
+            if self._state == "open":
+                self.abort()
+            raise
+
+    def __del__(self) -> None:
+        transaction = getattr(self, "_transaction", None)
+        if transaction is not None and transaction.open and not sys.is_finalizing():
+            self._manager.store.release_dropped(transaction)
+            warnings.warn(
+                "a step was dropped without commit() or abort(); it has been rolled back",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        names = ", ".join(part.sequence.request_id for part in self._transaction.parts)
+        return f"<Step {self._state}, {self.num_new_tokens} new tokens over [{names}]>"
+
+    # -- checks ------------------------------------------------------------------------------------------
+
+    def _require_open(self, operation: str) -> None:
+        if self._state != "open":
+            raise StepError(f"{operation} needs an open step; this one is {self._state}")
+        if not self._transaction.open:
+            raise HandleError(
+                f"{operation} is not possible: the cache was reset or closed during the step",
+                reason="closed" if self._manager.closed else "stale",
+            )
+        self._manager.store.require_usable()
+
+    def _require_readable(self, operation: str) -> None:
+        if self._state == "open":
+            self._require_open(operation)
+        elif self._state == "aborted":
+            raise StepError(f"{operation} needs a step that was not aborted")
+        else:
+            self._manager.store.require_usable()
+            if self._versions != tuple(part.sequence.version for part in self._transaction.parts):
+                raise StepError(f"{operation} is not possible any more: a handle of this step has changed since")
+
+    def _written_producer(self, layer: int) -> int:
+        """Return the layer whose K and V `layer` reads, if it was written in this step."""
+        producer = self._manager.geometry.producer(layer)
+        if producer is None:
+            raise ShapeError(f"layer {layer} caches nothing, so there is nothing to read")
+        if producer not in self._written and self._batch.num_tokens:
+            raise StepError(f"layer {producer} was not written in this step; write it first")
+        return producer
+
+    def _index(self, handle: KvCacheHandle | None) -> int:
+        if handle is None:
+            if len(self._handles) != 1:
+                raise StepError(f"name a handle: this step has {len(self._handles)}")
+            return 0
+        sequence = handle.sequence
+        for index, part in enumerate(self._transaction.parts):
+            if part.sequence is sequence:
+                return index
+        raise StepError(f"{handle!r} is not part of this step")
+
+    def _checked(self, layer: int, name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+        if tensor.shape != shape:
+            raise ShapeError(f"layer {layer}: {name} must be {list(shape)}, not {list(tensor.shape)}")
+        if tensor.requires_grad:
+            raise ShapeError(
+                f"layer {layer}: {name} carries gradients, which a cache cannot keep; "
+                "run the model under torch.no_grad(), or detach it"
+            )
+        self._check_device(layer, name, tensor)
+        stored = self._storage.dtype
+        if tensor.dtype is not stored:
+            if not self._manager.allow_dtype_cast or not tensor.is_floating_point():
+                raise ShapeError(
+                    f"layer {layer}: {name} is {tensor.dtype} and the cache stores {stored}; "
+                    "convert it, choose the cache's dtype to match, or set allow_dtype_cast"
+                )
+            tensor = tensor.to(stored)
+        return tensor
+
+    def _check_device(self, layer: int, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device != self._storage.device:
+            raise ShapeError(f"layer {layer}: {name} is on {tensor.device} and the cache is on {self._storage.device}")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write ascending numbers briefly: `0-3, 7`."""
+    parts: list[str] = []
+    first = previous = numbers[0]
+    for number in [*numbers[1:], -1]:
+        if number != previous + 1:
+            parts.append(str(first) if first == previous else f"{first}-{previous}")
+            first = number
+        previous = number
+    return ", ".join(parts)
+
+
+def make_batch(parts: Iterable[Part], block_size: int, device: torch.device) -> Batch:
+    """Lay the parts of a step out in packing order."""
+    segments = []
+    row = 0
+    for part in parts:
+        reservation = part.reservation
+        blocks = tuple(part.sequence.blocks)
+        segments.append(Segment(part.sequence.slot, blocks, reservation.start, reservation.stop, row))
+        row += reservation.stop - reservation.start
+    return Batch(segments, block_size, device)
+
+
+def check_named_once(handles: Iterable[KvCacheHandle]) -> None:
+    """Raise StepError if two handles of a step refer to the same sequence."""
+    seen: dict[int, KvCacheHandle] = {}
+    for handle in handles:
+        other = seen.setdefault(id(handle.sequence), handle)
+        if other is not handle:
+            raise StepError(f"{handle!r} and {other!r} are the same sequence; name it once in a step")

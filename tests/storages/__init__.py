@@ -1,0 +1,1 @@
+"""Small storages that prove the protocol and serve as test fakes for core."""
