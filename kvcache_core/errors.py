@@ -167,6 +167,7 @@ class BackendUnavailableError(BackendError, RuntimeError):
 
     Attributes:
         code: A short stable word for the reason, such as `"torch-without-cuda"`.
+        reason: What is missing, as a phrase, or None.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class BackendUnavailableError(BackendError, RuntimeError):
         message: str,
         *,
         code: str | None = None,
+        reason: str | None = None,
         backend: str | None = None,
         distribution: str | None = None,
         hint: str | None = None,
@@ -181,6 +183,7 @@ class BackendUnavailableError(BackendError, RuntimeError):
     ) -> None:
         super().__init__(message, backend=backend, distribution=distribution, hint=hint, details=details)
         self.code = code
+        self.reason = reason
 
 
 class NoBackendAvailableError(BackendError, RuntimeError):

@@ -23,6 +23,7 @@ from typing import Any
 import pluggy
 from pydantic import BaseModel, ConfigDict
 
+from kvcache_core.descriptor_rules import check_descriptor
 from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.storage import (
@@ -170,3 +171,11 @@ class BackendDescriptor:
     priority: int = 0
     block_sizes: tuple[int, ...] = ()
     default_block_size: int = 16
+
+    def __post_init__(self) -> None:
+        """Check every field, so that a slip of the author is found where it was made.
+
+        Raises:
+            ValueError: A field has a value that core could not work with; the message names it.
+        """
+        check_descriptor(self)
