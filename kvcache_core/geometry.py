@@ -7,11 +7,24 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.config import JsonDict
 
 from kvcache_core.errors import ShapeError
+from kvcache_core.frozen import FrozenMapping
+from kvcache_core.validation import FrozenModel, did_you_mean, show
 
-__all__ = ["DTYPE_SIZES", "CacheGeometry", "LayerGroup", "LayerSpec"]
+__all__ = ["DTYPE_SIZES", "CacheGeometry", "LayerGroup", "LayerSpec", "check_dtype"]
 
 #: Bytes per element of the dtypes a cache can be stored in, by torch's names.
 DTYPE_SIZES: Mapping[str, int] = MappingProxyType(
@@ -26,35 +39,98 @@ DTYPE_SIZES: Mapping[str, int] = MappingProxyType(
     }
 )
 
-Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
-LayerIndex = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+_DTYPE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "half": "float16",
+        "fp32": "float32",
+        "float": "float32",
+        "fp64": "float64",
+        "double": "float64",
+        "fp8": "float8_e4m3fn",
+        "float8": "float8_e4m3fn",
+        "fp8_e5m2": "float8_e5m2",
+    }
+)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+def check_dtype(value: object) -> str:
+    """The torch name of a dtype, which may be given as that name or as the `torch.dtype` itself.
 
-
-class LayerSpec(_Frozen):
-    """What one layer caches for each token.
-
-    Attributes:
-        num_kv_heads: Key/value heads (not query heads).
-        head_dim: Elements of a key per head.
-        value_head_dim: Elements of a value per head; equal to `head_dim` unless given.
-        window: Tokens a query sees, itself included (sliding-window attention), or None for all.
+    Raises:
+        ValueError: It is not one that a cache can be stored in.
     """
+    is_torch_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    name = str(value).removeprefix("torch.") if is_torch_dtype or isinstance(value, str) else ""
+    if name in DTYPE_SIZES:
+        return name
+    suggestion = did_you_mean(name, DTYPE_SIZES, _DTYPE_ALIASES) if name else None
+    hint = f"; did you mean {suggestion!r}?" if suggestion else ""
+    raise ValueError(f"must be one of {', '.join(map(repr, DTYPE_SIZES))}, not {show(value)}{hint}")
 
-    num_kv_heads: Count
-    head_dim: Count
-    value_head_dim: Count = Field(default=None, validate_default=False)  # type: ignore[assignment]
-    window: Count | None = None
+
+def _check_optional_dtype(value: object) -> str | None:
+    return None if value is None else check_dtype(value)
+
+
+def _numbered(value: Any) -> Any:
+    """Layer numbers as ints: the keys of a TOML or JSON table are always text."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key: item
+        for key, item in value.items()
+    }
+
+
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+
+#: Every layer costs core a little bookkeeping, so the number of layers has a limit far above any model's.
+LayerCount = Annotated[int, Field(strict=True, ge=1, le=2**16)]
+LayerIndex = Annotated[int, Field(strict=True, ge=0, lt=2**16)]
+SharedLayers = Annotated[
+    Mapping[LayerIndex, LayerIndex],
+    BeforeValidator(_numbered),
+    AfterValidator(FrozenMapping),
+    PlainSerializer(lambda shared: {str(layer): producer for layer, producer in shared.items()}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "patternProperties": {"^[0-9]+$": {"type": "integer", "minimum": 0}},
+            "additionalProperties": False,
+        }
+    ),
+]
+
+
+def _without_default(schema: JsonDict) -> None:
+    del schema["default"]
+
+
+class LayerSpec(FrozenModel):
+    """What one layer caches for each token."""
+
+    num_kv_heads: Count = Field(description="Key/value heads (not query heads).")
+    head_dim: Count = Field(description="Elements of a key per head.")
+    value_head_dim: Count = Field(  # type: ignore[assignment]
+        default=None,
+        description="Elements of a value per head; equal to `head_dim` unless given.",
+        json_schema_extra=_without_default,
+    )
+    window: Count | None = Field(
+        default=None,
+        description="Tokens a query sees, itself included (sliding-window attention); all of them unless given.",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _value_dim_follows_head_dim(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("value_head_dim") is None and "head_dim" in data:
-            return {**data, "value_head_dim": data["head_dim"]}
-        return data
+        if not isinstance(data, Mapping) or data.get("value_head_dim") is not None:
+            return data
+        given = {key: value for key, value in data.items() if key != "value_head_dim"}
+        follows = type(data.get("head_dim")) is int and data["head_dim"] > 0  # else head_dim is refused, once
+        return given | {"value_head_dim": data["head_dim"]} if follows else given
 
     @property
     def elements_per_token(self) -> int:
@@ -63,13 +139,11 @@ class LayerSpec(_Frozen):
 
 
 class LayerGroup(LayerSpec):
-    """Layers of one model that cache the same shape.
+    """Layers of one model that cache the same shape."""
 
-    Attributes:
-        layers: The layer numbers, ascending.
-    """
-
-    layers: tuple[LayerIndex, ...] = Field(min_length=1)
+    layers: Annotated[tuple[LayerIndex, ...], AfterValidator(lambda layers: tuple(sorted(layers)))] = Field(
+        min_length=1, description="The numbers of the layers, counted from 0."
+    )
 
     @property
     def spec(self) -> LayerSpec:
@@ -82,62 +156,75 @@ class LayerGroup(LayerSpec):
         )
 
 
-class CacheGeometry(_Frozen):
+def _by_first_layer(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
+    return tuple(sorted(groups, key=lambda group: group.layers[0]))
+
+
+def _uniform_keys_in_schema(schema: JsonDict) -> None:
+    """Let an editor accept the uniform keys, which are no fields of the model, and refuse a mixture."""
+    uniform = LayerSpec.model_json_schema()
+    schema["properties"] |= uniform["properties"]
+    schema["oneOf"] = [
+        {"required": uniform["required"], "properties": {"groups": False}},
+        {"required": ["groups"], "properties": dict.fromkeys(uniform["properties"], False)},
+    ]
+
+
+class CacheGeometry(FrozenModel):
     """The shape of everything one model caches.
 
     A uniform model is given by `num_layers`, `num_kv_heads` and `head_dim` (and, where they apply,
     `value_head_dim` and `window`); a mixed one by `groups`. A layer that is in no group and shares with no
     producer caches nothing.
-
-    Attributes:
-        num_layers: Layers of the model, those that cache nothing included.
-        groups: The layers that cache, grouped by shape.
-        shared: Layer number -> the earlier layer whose K and V it reads instead of caching its own.
-        max_position_embeddings: Longest sequence the model was made for, in tokens, or None.
-        dtype: The model's compute dtype by torch's name, which the cache uses unless told otherwise, or None.
-        model: A name for messages, or None.
     """
 
-    num_layers: Count
-    groups: tuple[LayerGroup, ...] = ()
-    shared: Mapping[LayerIndex, LayerIndex] = Field(default_factory=dict)
-    max_position_embeddings: Count | None = None
-    dtype: str | None = None
-    model: str | None = None
+    model_config = ConfigDict(ignored_types=(cached_property,), json_schema_extra=_uniform_keys_in_schema)
 
-    @model_validator(mode="before")
+    num_layers: LayerCount = Field(description="Layers of the model, those that cache nothing included.")
+    groups: Annotated[tuple[LayerGroup, ...], AfterValidator(_by_first_layer)] = Field(
+        default=(), description="The layers that cache, grouped by shape."
+    )
+    shared: SharedLayers = Field(
+        default_factory=FrozenMapping,
+        description="Layer number -> the earlier layer whose K and V it reads instead of caching its own.",
+    )
+    max_position_embeddings: Count | None = Field(
+        default=None, description="Longest sequence the model was made for, in tokens."
+    )
+    dtype: Annotated[str | None, BeforeValidator(_check_optional_dtype)] = Field(
+        default=None,
+        description="The model's compute dtype by torch's name; the cache stores it unless told otherwise.",
+        json_schema_extra={"enum": [*DTYPE_SIZES, None]},
+    )
+    model: str | None = Field(default=None, description="A name for messages.")
+
     @classmethod
-    def _expand_uniform(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        uniform = {key for key in LayerSpec.model_fields if key in data}
+    def key_types(cls) -> dict[str | int, Any]:
+        """The keys that a geometry table may hold: the fields, and those of a uniform model."""
+        return super().key_types() | LayerSpec.key_types()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _expand_uniform(cls, data: Any, validate: ModelWrapValidatorHandler[CacheGeometry]) -> CacheGeometry:
+        uniform = [key for key in LayerSpec.model_fields if isinstance(data, Mapping) and key in data]
         if not uniform:
-            return data
+            return validate(data)
         if data.get("groups"):
-            raise ValueError(
-                f"give either 'groups' or the uniform keys ({', '.join(sorted(uniform))}), not both"
-            )
-        missing = {"num_kv_heads", "head_dim"} - uniform
-        if missing:
-            raise ValueError(f"{' and '.join(sorted(missing))} missing beside {', '.join(sorted(uniform))}")
-        rest = {key: value for key, value in data.items() if key not in uniform}
-        count = data.get("num_layers")
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < 2**31:
-            return rest  # num_layers itself is reported by its own field
-        layers = [layer for layer in range(count) if layer not in (data.get("shared") or {})]
-        return {**rest, "groups": [{"layers": layers, **{key: data[key] for key in uniform}}]}
+            raise ValueError(f"give either 'groups' or the uniform keys ({', '.join(uniform)}), not both")
+        rest = {key: value for key, value in data.items() if key not in uniform and key != "groups"}
+        rest["groups"] = [{key: data[key] for key in uniform} | {"layers": cls._unshared(data)}]
+        try:
+            return validate(rest)
+        except ValidationError as error:
+            raise _without_group(error) from None
 
-    @field_validator("dtype")
-    @classmethod
-    def _known_dtype(cls, value: str | None) -> str | None:
-        if value is not None and value not in DTYPE_SIZES:
-            raise ValueError(f"{value!r} is not one of {', '.join(DTYPE_SIZES)}")
-        return value
-
-    @field_validator("shared", mode="after")
-    @classmethod
-    def _read_only(cls, value: Mapping[int, int]) -> Mapping[int, int]:
-        return MappingProxyType(dict(value))
+    @staticmethod
+    def _unshared(data: Mapping[str, Any]) -> list[int]:
+        """The layers of a uniform model that cache; a wrong number of layers is left to its own field."""
+        count, shared = data.get("num_layers"), _numbered(data.get("shared"))
+        if type(count) is not int or not 1 <= count <= 2**16:
+            return [0]
+        return [layer for layer in range(count) if not isinstance(shared, Mapping) or layer not in shared]
 
     @model_validator(mode="after")
     def _consistent(self) -> CacheGeometry:
@@ -152,12 +239,14 @@ class CacheGeometry(_Frozen):
         if not seen:
             raise ValueError("no layer caches anything; give num_kv_heads and head_dim, or groups")
         for layer, producer in self.shared.items():
+            if layer >= self.num_layers:
+                raise ValueError(f"layer {layer} is shared but num_layers is {self.num_layers}")
             if layer in seen:
                 raise ValueError(f"layer {layer} both caches its own K and V and shares layer {producer}'s")
             if producer not in seen:
                 raise ValueError(f"layer {layer} shares with layer {producer}, which caches nothing")
-            if layer >= self.num_layers:
-                raise ValueError(f"layer {layer} is shared but num_layers is {self.num_layers}")
+            if producer > layer:
+                raise ValueError(f"layer {layer} shares with layer {producer}, which comes after it")
         return self
 
     @classmethod
@@ -173,7 +262,11 @@ class CacheGeometry(_Frozen):
         dtype: str | None = None,
         model: str | None = None,
     ) -> CacheGeometry:
-        """The geometry of a model whose layers all cache the same shape."""
+        """The geometry of a model whose layers all cache the same shape.
+
+        Raises:
+            ConfigError: A value is of the wrong type or out of range.
+        """
         return cls.model_validate(
             {
                 "num_layers": num_layers,
@@ -196,8 +289,9 @@ class CacheGeometry(_Frozen):
     def _specs(self) -> tuple[LayerSpec | None, ...]:
         specs: list[LayerSpec | None] = [None] * self.num_layers
         for group in self.groups:
+            spec = group.spec
             for layer in group.layers:
-                specs[layer] = group.spec
+                specs[layer] = spec
         for layer, producer in self.shared.items():
             specs[layer] = specs[producer]
         return tuple(specs)
@@ -205,9 +299,7 @@ class CacheGeometry(_Frozen):
     @cached_property
     def _producers(self) -> tuple[int | None, ...]:
         caching = set(self.caching_layers)
-        return tuple(
-            layer if layer in caching else self.shared.get(layer) for layer in range(self.num_layers)
-        )
+        return tuple(layer if layer in caching else self.shared.get(layer) for layer in range(self.num_layers))
 
     def check_layer(self, layer: int) -> int:
         """Return `layer` if it is a layer number of this model.
@@ -241,3 +333,19 @@ class CacheGeometry(_Frozen):
         """
         size = DTYPE_SIZES[dtype or self.dtype or "float32"]
         return size * sum(group.elements_per_token * len(group.layers) for group in self.groups)
+
+
+def _without_group(error: ValidationError) -> ValidationError:
+    """Locate the errors of the one group of a uniform model at the keys that the user wrote."""
+    return ValidationError.from_exception_data(
+        error.title,
+        [
+            {
+                "type": each["type"],
+                "loc": each["loc"][2:] if each["loc"][:2] == ("groups", 0) else each["loc"],
+                "input": each["input"],
+                "ctx": each.get("ctx", {}),
+            }
+            for each in error.errors(include_url=False)
+        ],
+    )
