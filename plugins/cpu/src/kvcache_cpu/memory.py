@@ -1,0 +1,159 @@
+"""What the two kinds of memory, mapped and heap, have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from kvcache_core.plugin import CacheGeometry, StorageSpec
+from kvcache_cpu.layout import Layout, Section
+from kvcache_cpu.pages import PAGE
+
+__all__ = ["Memory", "Slot", "SlotMemory", "dense_views"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotMemory:
+    """The memory of one sequence, at one moment.
+
+    Attributes:
+        kind: `"mapped"` or `"heap"`.
+        reserved_bytes: Bytes of address space.
+        own_bytes: Bytes, in whole pages, of the rows that it shares with no other sequence.
+        shared_tokens: Leading tokens whose rows it shares with other sequences.
+        writes_in_place: Whether its next token is written without copying a shared page first.
+    """
+
+    kind: str
+    reserved_bytes: int
+    own_bytes: int
+    shared_tokens: int
+    writes_in_place: bool
+
+
+class Slot:
+    """The memory of one sequence.
+
+    Attributes:
+        keys: For each layer group a tensor `[layers, kv heads, room, head_dim]`.
+        values: For each layer group a tensor `[layers, kv heads, room, value_head_dim]`.
+        capacity: Tokens the sequence may ever hold.
+        views: What a step has cut out of `keys` and `values` last, or None. It goes with the slot, so that a
+            step that outlives its sequence does not hold the memory.
+    """
+
+    __slots__ = ("__weakref__", "capacity", "keys", "values", "views")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys: tuple[torch.Tensor, ...] = ()
+        self.values: tuple[torch.Tensor, ...] = ()
+        self.views: Any = None
+
+    def drop(self) -> None:
+        """Let go of the memory."""
+        self.keys = self.values = ()
+        if self.views is not None:
+            self.views.clear()
+            self.views = None
+
+
+SlotT = TypeVar("SlotT", bound=Slot)
+
+
+class Memory(ABC, Generic[SlotT]):
+    """Gives sequences their memory. The methods mean what those of `Storage` of the same names mean.
+
+    Args:
+        spec: What the storage is built from.
+        dtype: The stored dtype.
+    """
+
+    #: Which of the options' kinds this is.
+    kind: str
+
+    def __init__(self, spec: StorageSpec, dtype: torch.dtype) -> None:
+        self._geometry: CacheGeometry = spec.geometry
+        self._block_size = spec.block_size
+        self._scrub = spec.scrub
+        self._dtype = dtype
+
+    def _layout(self, room: int) -> Layout:
+        return Layout.of(self._geometry, self._dtype.itemsize, max(1, room), PAGE)
+
+    @abstractmethod
+    def open(self, max_tokens: int) -> SlotT:
+        """Return the slot of a new, empty sequence."""
+
+    @abstractmethod
+    def fork(self, slot: SlotT, num_tokens: int) -> SlotT:
+        """Return the slot of a new sequence that starts with the first tokens of `slot`."""
+
+    @abstractmethod
+    def shared_tokens(self, slot: SlotT, num_tokens: int) -> int:
+        """Return how many tokens such a fork would share."""
+
+    @abstractmethod
+    def reserve(self, slot: SlotT, start: int, stop: int) -> None:
+        """Make rows writable."""
+
+    @abstractmethod
+    def truncate(self, slot: SlotT, num_tokens: int) -> None:
+        """Drop rows and give their memory back."""
+
+    @abstractmethod
+    def close(self, slot: SlotT) -> None:
+        """Forget the sequence."""
+
+    def wrote_in_bulk(self, slot: SlotT) -> bool:
+        """Whether `after_write` wants to be called after each layer of the step that was reserved last."""
+        return False
+
+    def after_write(self, slot: SlotT, group: int, index: int) -> None:
+        """Do what must follow a write to layer `index` of a group."""
+        return
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Forget all sequences."""
+
+    @abstractmethod
+    def describe(self, slot: SlotT) -> SlotMemory:
+        """Return what a sequence's memory is like."""
+
+    def audit(self) -> Iterable[str]:
+        """Return a line for each inconsistency."""
+        return ()
+
+
+def dense_views(
+    memory: Any, dtype: torch.dtype, layout: Layout
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return the keys and the values of each layer group as tensors over a buffer laid out by `layout`.
+
+    The tensors keep the buffer alive. They are made outside inference mode, so that they can be written within it
+    and without.
+    """
+    with torch.inference_mode(False):
+        flat = torch.frombuffer(memory, dtype=dtype)
+        keys = tuple(_section_view(flat, section, layout.capacity) for section, _ in layout.groups)
+        values = tuple(_section_view(flat, section, layout.capacity) for _, section in layout.groups)
+    return keys, values
+
+
+def _section_view(flat: torch.Tensor, section: Section, room: int) -> torch.Tensor:
+    run = section.run_bytes // flat.itemsize
+    return flat.as_strided(
+        (section.layers, section.heads, room, section.dim),
+        (section.heads * run, run, section.dim, 1),
+        section.offset // flat.itemsize,
+    )
