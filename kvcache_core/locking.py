@@ -31,36 +31,52 @@ class Guard:
 
     Handles may be dropped at any moment, on any thread, even in the middle of an operation that holds the lock
     of the very cache they belong to, since the garbage collector runs where it likes. Their memory must then be
-    given back later. So the lock is not re-entrant: dropping code uses `try_enter` and leaves its request in
-    a queue if that fails; `before` settles the queue on every entry, and `after` runs outside the lock on
-    every exit, to deliver callbacks and to settle what came in meanwhile.
+    given back later. So the lock is not re-entrant: dropping code puts its request into a queue and uses
+    `try_enter`; if that fails, whoever holds the lock finds the request in `after`, or the next one in `settle`.
+
+    Args:
+        check: Raises if the cache cannot be used. It is asked before the lock is taken, since a forked child may
+            find the lock held for ever, and again under the lock, since another thread may have closed the cache.
+        settle: Settles the queue; called under the lock on every entry.
+        leaving: Called under the lock on every exit.
+        after: Called outside the lock on every exit.
     """
 
-    __slots__ = ("_after", "_before", "_leaving", "_lock")
+    __slots__ = ("_after", "_check", "_leaving", "_lock", "_settle")
 
-    def __init__(self, before: Callable[[], None], leaving: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        check: Callable[[], None],
+        settle: Callable[[], None],
+        leaving: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
         self._lock = threading.Lock()
-        self._before = before
+        self._check = check
+        self._settle = settle
         self._leaving = leaving
         self._after = after
 
     def __enter__(self) -> None:
+        self._check()
         self._lock.acquire()
-        self._settle()
-
-    def try_enter(self) -> bool:
-        """Enter if the lock is free right now; the caller must then call `leave`."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._settle()
-        return True
-
-    def _settle(self) -> None:
         try:
-            self._before()
+            self._check()
+            self._settle()
         except BaseException:
             self._lock.release()
             raise
+
+    def try_enter(self, *, wait: bool = False) -> bool:
+        """Enter without a check, if the lock is free right now or `wait` is set; the caller must then `leave`."""
+        if not self._lock.acquire(blocking=wait):
+            return False
+        try:
+            self._settle()
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
 
     def leave(self) -> None:
         """Leave the lock, then do what waits for its release."""

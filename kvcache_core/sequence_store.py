@@ -50,7 +50,7 @@ class SequenceStore:
         self.reclaimed_sequences = 0
         self.reclaimed_blocks = 0
         self.closed = False
-        self._guard = Guard(self._settle_dropped, self._note_pressure, self._after_release)
+        self._guard = Guard(self.require_usable, self._settle_dropped, self._note_pressure, self._after_release)
         self.books = Books(BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, scrub=spec.scrub)
         self._dropped: deque[CachedSequence | Transaction] = deque()
         self._process = process_generation()
@@ -75,13 +75,9 @@ class SequenceStore:
         if problem is not None:
             raise problem
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of a usable cache."""
-        self.require_usable()
-        with self._guard:
-            self.require_usable()
-            yield
+    def locked(self) -> Guard:
+        """The lock, for a `with` statement; entering it raises HandleError if the cache cannot be used."""
+        return self._guard
 
     def problem_with(self, sequence: CachedSequence) -> HandleError | None:
         """Why this sequence cannot be used, or None."""
@@ -196,11 +192,14 @@ class SequenceStore:
         if self.closed or self._process != process_generation():
             self.closed = True
             return
-        with self._guard:
+        self._guard.try_enter(wait=True)
+        try:
             if not self.closed:
                 self._drop_all()
                 self.closed = True
                 self.storage.shutdown()
+        finally:
+            self._guard.leave()
 
     # -- growing and shrinking ---------------------------------------------------------------------------
 
