@@ -14,6 +14,7 @@ from kvcache_core.errors import HandleError, ShapeError
 from kvcache_core.geometry import LayerSpec
 from kvcache_core.sequence import CachedSequence, HandleState
 from kvcache_core.stats import CacheHandleStats
+from kvcache_core.step import require_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -233,11 +234,19 @@ class KvCacheHandle:
         """
         manager = self._live()
         caching = manager.geometry.caching_layers
-        if len(layers) != len(caching):
-            raise ShapeError(f"append needs one (key, value) for each of {len(caching)} layers, not {len(layers)}")
-        new_tokens = layers[0][0].shape[0] if token_ids is None else token_ids
+        try:
+            pairs = [(key, value) for key, value in layers]
+        except (TypeError, ValueError):
+            raise ShapeError(
+                f"append takes a list of (key, value) pairs, one for each of {len(caching)} layers"
+            ) from None
+        if len(pairs) != len(caching):
+            raise ShapeError(f"append needs one (key, value) for each of {len(caching)} layers, not {len(pairs)}")
+        first = pairs[0][0]
+        require_tensor(caching[0], "key", first)
+        new_tokens = (len(first) if first.ndim else 1) if token_ids is None else token_ids
         with manager.step({self: new_tokens}) as step:
-            for layer, (key, value) in zip(caching, layers, strict=True):
+            for layer, (key, value) in zip(caching, pairs, strict=True):
                 step.write(layer, key, value)
 
     def truncate(self, num_tokens: int) -> None:

@@ -60,6 +60,8 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
     """
     values = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     try:
+        if isinstance(values, (bytes, bytearray)):  # which `array` would take for its own memory
+            raise TypeError("bytes are no token ids")
         return array("q", values)
     except (TypeError, OverflowError) as error:
         raise ShapeError(

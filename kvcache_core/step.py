@@ -44,6 +44,14 @@ class Transaction:
         self.accepted: dict[int, int] = {}  # index of the part -> new tokens to keep
         self.open = True
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether a commit keeps only some of the new tokens."""
+        return any(
+            self.parts[index].reservation.start + kept < self.parts[index].reservation.stop
+            for index, kept in self.accepted.items()
+        )
+
 
 def parse_new_tokens(new_tokens: NewTokens) -> tuple[int, array[int] | None]:
     """Return how many tokens are meant, and their ids if they are named.
@@ -81,10 +89,12 @@ class Step:
         self._handles = handles
         self._transaction = transaction
         self._batch = batch
+        # Index tensors for the caller, who may change what it is given; the storage reads the ones of `batch`.
+        self._shown = Batch(batch.segments, batch.block_size, batch.device)
         self._storage = manager.storage
         self._written: set[int] = set()
         self._state: Literal["open", "committed", "aborted"] = "open"
-        self._versions: tuple[int, ...] = ()
+        self._versions: tuple[int, ...] | None = None  # of the sequences, while they can still be read
 
     # -- what the step is over ---------------------------------------------------------------------------
 
@@ -106,32 +116,32 @@ class Step:
     @property
     def positions(self) -> torch.Tensor:
         """Position of every new token in its sequence, int64 `[num_new_tokens]`."""
-        return self._batch.positions
+        return self._shown.positions
 
     @property
     def slot_mapping(self) -> torch.Tensor:
         """Physical slot of every new token (`block id * block_size + row`), int64 `[num_new_tokens]`."""
-        return self._batch.slot_mapping
+        return self._shown.slot_mapping
 
     @property
     def block_tables(self) -> torch.Tensor:
         """Block ids of each sequence, int32 `[handles, max blocks]`, padded with the null block 0."""
-        return self._batch.block_tables
+        return self._shown.block_tables
 
     @property
     def seq_lens(self) -> torch.Tensor:
         """Tokens of each sequence, the new ones included, int32 `[handles]`."""
-        return self._batch.seq_lens
+        return self._shown.seq_lens
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:
         """Prefix sums of the new tokens, int32 `[handles + 1]`."""
-        return self._batch.cu_seqlens_q
+        return self._shown.cu_seqlens_q
 
     @property
     def last_token_index(self) -> torch.Tensor:
         """Packed row of each sequence's last new token, int64 `[handles]`; -1 where it has none."""
-        return self._batch.last_token_index
+        return self._shown.last_token_index
 
     # -- data --------------------------------------------------------------------------------------------
 
@@ -161,7 +171,8 @@ class Step:
     def attend(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
         """Attend the new tokens causally over everything cached in `layer`, the new tokens included.
 
-        Legal from the write of the layer until a handle of the step changes again, so also after the commit.
+        Legal from the write of the layer until a handle of the step changes again, so also after the commit,
+        unless `accept` has dropped tokens of the step: their memory is gone then.
 
         Args:
             layer: A layer that was written in this step, or one that shares the K and V of such a layer.
@@ -179,6 +190,7 @@ class Step:
         self._require_readable("attend")
         producer = self._written_producer(layer)
         spec = self._manager.own_spec(producer)
+        require_tensor(layer, "query", query)
         shape, num_heads = query.shape, query.shape[1] if query.ndim == 3 else 0
         if (
             query.ndim != 3
@@ -240,6 +252,8 @@ class Step:
     def commit(self) -> None:
         """Make the new tokens part of their sequences: all lengths move together.
 
+        If the backend fails on the way, the step is aborted.
+
         Raises:
             StepError: The step is not open, or a layer that caches is unwritten; the step stays open.
         """
@@ -249,9 +263,18 @@ class Step:
             raise StepError(
                 f"commit needs every layer written; missing: {_ranges(missing)}. Write them, or abort the step"
             )
-        self._manager.store.finish(self._transaction, keep=True)
+        transaction = self._transaction
+        try:
+            self._manager.store.finish(transaction, keep=True)
+        except BaseException:
+            # The storage may have dropped rows of some handles already, so there is no second attempt.
+            self._state = "aborted"
+            if transaction.open:
+                self._manager.store.finish(transaction, keep=False)
+            raise
         self._state = "committed"
-        self._versions = tuple(part.sequence.version for part in self._transaction.parts)
+        if not transaction.drops_tokens:
+            self._versions = tuple(part.sequence.version for part in transaction.parts)
 
     def abort(self) -> None:
         """Put lengths, tables and free counts back to what they were before the step.
@@ -275,7 +298,8 @@ class Step:
         if self._state != "open":
             return
         if error_type is not None:
-            self.abort()
+            if self._transaction.open:  # else a reset or close has undone the step already
+                self.abort()
             return
         try:
             self.commit()
@@ -286,7 +310,9 @@ class Step:
 
     def __del__(self) -> None:
         transaction = getattr(self, "_transaction", None)
-        if transaction is not None and transaction.open and not sys.is_finalizing():
+        if transaction is None or not transaction.open or sys.is_finalizing():
+            return
+        if self._manager.store.unusable is None:  # else nothing of it is left to roll back here
             self._manager.store.release_dropped(transaction)
             warnings.warn(
                 "a step was dropped without commit() or abort(); it has been rolled back",
@@ -317,6 +343,8 @@ class Step:
             raise StepError(f"{operation} needs a step that was not aborted")
         else:
             self._manager.store.require_usable()
+            if self._versions is None:
+                raise StepError(f"{operation} is not possible any more: the commit has dropped tokens of this step")
             if self._versions != tuple(part.sequence.version for part in self._transaction.parts):
                 raise StepError(f"{operation} is not possible any more: a handle of this step has changed since")
 
@@ -341,6 +369,7 @@ class Step:
         raise StepError(f"{handle!r} is not part of this step")
 
     def _checked(self, layer: int, name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+        require_tensor(layer, name, tensor)
         if tensor.shape != shape:
             raise ShapeError(f"layer {layer}: {name} must be {list(shape)}, not {list(tensor.shape)}")
         if tensor.requires_grad:
@@ -362,6 +391,14 @@ class Step:
     def _check_device(self, layer: int, name: str, tensor: torch.Tensor) -> None:
         if tensor.device != self._storage.device:
             raise ShapeError(f"layer {layer}: {name} is on {tensor.device} and the cache is on {self._storage.device}")
+
+
+def require_tensor(layer: int, name: str, value: object) -> None:
+    """Raise ShapeError unless `value` is a tensor."""
+    import torch  # noqa: PLC0415 - core does not import torch until a tensor is at hand
+
+    if not isinstance(value, torch.Tensor):
+        raise ShapeError(f"layer {layer}: {name} must be a torch.Tensor, not {type(value).__name__}")
 
 
 def _ranges(numbers: list[int]) -> str:
