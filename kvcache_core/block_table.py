@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvcache_core.errors import ShapeError
+from kvcache_core.counts import check_count
+from kvcache_core.errors import HandleError, ShapeError
 
 __all__ = ["BlockTable", "MutableBlockTable", "blocks_for"]
 
@@ -17,18 +18,25 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockTable:
     """An immutable snapshot of a sequence's block table.
 
-    Attributes:
+    Args:
         physical_blocks: Physical block ids in logical order, those reserved but not yet filled included.
         sequence_length: Tokens stored.
         block_size: Tokens per block.
+
+    Raises:
+        ShapeError: `block_size` is less than 1, or the blocks have no room for `sequence_length` tokens.
     """
 
     __slots__ = ("_blocks", "_length", "_size")
 
     def __init__(self, physical_blocks: Iterable[int], sequence_length: int, block_size: int) -> None:
         self._blocks: tuple[int, ...] | list[int] = tuple(physical_blocks)
-        self._length = sequence_length
-        self._size = block_size
+        self._size = check_count("block_size", block_size, least=1)
+        self._length = check_count("sequence_length", sequence_length)
+        if sequence_length > self.capacity:
+            raise ShapeError(
+                f"{sequence_length} tokens do not fit {len(self._blocks)} blocks of {block_size} tokens; add blocks"
+            )
 
     @property
     def physical_blocks(self) -> tuple[int, ...]:
@@ -71,7 +79,7 @@ class BlockTable:
         Raises:
             ShapeError: `num_tokens` is negative or not an int.
         """
-        _check_count("num_tokens", num_tokens)
+        check_count("num_tokens", num_tokens)
         return blocks_for(num_tokens, self._size)
 
     def has_free_space(self, num_tokens: int = 1) -> bool:
@@ -80,7 +88,7 @@ class BlockTable:
         Raises:
             ShapeError: `num_tokens` is negative or not an int.
         """
-        return _check_count("num_tokens", num_tokens) <= self.free_tokens
+        return check_count("num_tokens", num_tokens) <= self.free_tokens
 
     def slot(self, position: int) -> int:
         """Physical token slot (`block id * block_size + row`) of a stored or reserved position.
@@ -88,7 +96,7 @@ class BlockTable:
         Raises:
             ShapeError: The position lies beyond the held blocks.
         """
-        if not 0 <= _check_count("position", position) < self.capacity:
+        if not 0 <= check_count("position", position) < self.capacity:
             raise ShapeError(f"position {position} lies beyond the table's capacity of {self.capacity} tokens")
         return self._blocks[position // self._size] * self._size + position % self._size
 
@@ -120,7 +128,7 @@ class MutableBlockTable(BlockTable):
     Nothing changes for the handle until the context manager that yielded the table exits without an error.
     """
 
-    __slots__ = ("_allocate",)
+    __slots__ = ("_allocate", "_frozen")
     __hash__ = None  # type: ignore[assignment]
 
     _blocks: list[int]
@@ -132,9 +140,10 @@ class MutableBlockTable(BlockTable):
         block_size: int,
         allocate: Callable[[int], Sequence[int]],
     ) -> None:
-        super().__init__((), sequence_length, block_size)
-        self._blocks = list(physical_blocks)
+        super().__init__(physical_blocks, sequence_length, block_size)
+        self._blocks = list(self._blocks)
         self._allocate = allocate
+        self._frozen = False
 
     def add_blocks(self, blocks: int | Iterable[int]) -> None:
         """Append blocks to the table.
@@ -146,10 +155,12 @@ class MutableBlockTable(BlockTable):
         Raises:
             CacheFullError: Fewer blocks are free than asked for; the table is unchanged.
             ShapeError: The count is negative or not an int.
+            HandleError: The context manager that yielded the table has exited.
         """
+        self._require_editable()
         if isinstance(blocks, int):
-            blocks = self._allocate(_check_count("blocks", blocks))
-        self._blocks.extend(blocks)
+            blocks = self._allocate(check_count("blocks", blocks))
+        self._blocks += tuple(blocks)
 
     def extend_sequence(self, num_tokens: int) -> None:
         """Make sure that `num_tokens` further tokens fit; short blocks are taken from the allocator.
@@ -159,13 +170,19 @@ class MutableBlockTable(BlockTable):
         Raises:
             CacheFullError: Blocks are short; the table is unchanged.
             ShapeError: `num_tokens` is negative or not an int.
+            HandleError: The context manager that yielded the table has exited.
         """
-        needed = self.blocks_needed_for_length(self._length + _check_count("num_tokens", num_tokens))
+        self._require_editable()
+        needed = blocks_for(self._length + check_count("num_tokens", num_tokens), self._size)
         if needed > len(self._blocks):
             self.add_blocks(needed - len(self._blocks))
 
+    def freeze(self) -> None:
+        """Refuse further changes, since nobody would adopt the blocks; for core."""
+        self._frozen = True
 
-def _check_count(name: str, value: int) -> int:
-    if type(value) is not int or value < 0:
-        raise ShapeError(f"{name} must be an int of at least 0, not {value!r}")
-    return value
+    def _require_editable(self) -> None:
+        if self._frozen:
+            raise HandleError(
+                "this block table is no longer being edited; enter block_table_mut() again", reason="stale"
+            )

@@ -261,8 +261,13 @@ class SequenceStore:
                     self.books.allocator.adopt(block)
                 sequence.blocks += adopted
         finally:
-            leftover = [block for block in taken if block not in adopted and block in self.books.allocator.loose]
-            self.books.allocator.free_blocks(leftover)
+            table.freeze()
+            self._give_back_loose(set(taken).difference(adopted))
+
+    def _give_back_loose(self, blocks: set[int]) -> None:
+        """Give back those of the blocks that the caller has not given back himself."""
+        if self.unusable is None:
+            self.books.allocator.free_blocks(blocks & self.books.allocator.loose)
 
     def _adopted(
         self, sequence: CachedSequence, table: MutableBlockTable, before: list[int], version: int
