@@ -16,8 +16,9 @@ class BlockAllocator:
     """Hands out block ids `1` to `total_block_count` and counts the references to each.
 
     Id 0 is the null block: padding in index tensors, never written and never handed out. A block is in exactly
-    one of four states: free, referenced by one or more sequences, cached (named by no sequence, kept for
-    reuse), or loose (taken by `allocate_blocks` and not yet handed to a sequence).
+    one of four states: free, referenced by one or more sequences, cached (named only by sequences that are kept
+    for reuse and have no handle any more), or loose (taken by `allocate_blocks` and not yet handed to a
+    sequence).
 
     The four methods without an underscore that take or return ids (`allocate_blocks`, `free_blocks`) are for
     callers who extend a block table by hand; sequences take theirs through the manager.
@@ -30,6 +31,8 @@ class BlockAllocator:
         self._never_used = 1  # ids from here on have not been handed out yet
         self._returned: list[int] = []
         self._references = [0] * (num_blocks + 1)
+        self._retentions: dict[int, int] = {}
+        self._cached = 0
         self._loose: set[int] = set()
 
     # -- for callers -------------------------------------------------------------------------------------
@@ -115,17 +118,45 @@ class BlockAllocator:
 
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more reference to each block."""
+        references = self._references
         for block in blocks:
-            self._references[block] += 1
+            if not references[block]:
+                self._cached -= 1  # it was named by retained sequences only
+            references[block] += 1
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
-        """Count one reference less to each block; return those that nobody references any more, in order."""
-        references = self._references
+        """Count one reference less to each block; return those that nobody names any more, in order."""
+        references, retentions = self._references, self._retentions
         unnamed = []
         for block in blocks:
             references[block] -= 1
             if not references[block]:
-                unnamed.append(block)
+                if block in retentions:
+                    self._cached += 1
+                else:
+                    unnamed.append(block)
+        return unnamed
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
+        references, retentions = self._references, self._retentions
+        for block in blocks:
+            retentions[block] = retentions.get(block, 0) + 1
+            references[block] -= 1
+            if not references[block]:
+                self._cached += 1
+
+    def unretain(self, blocks: Sequence[int]) -> list[int]:
+        """Count one retention less of each block; return those that nobody names any more, in order."""
+        references, retentions = self._references, self._retentions
+        unnamed = []
+        for block in blocks:
+            retentions[block] -= 1
+            if not retentions[block]:
+                del retentions[block]
+                if not references[block]:
+                    self._cached -= 1
+                    unnamed.append(block)
         return unnamed
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -139,8 +170,17 @@ class BlockAllocator:
         return freed
 
     def references(self, block: int) -> int:
-        """How many sequences name `block` (1 for a loose block)."""
+        """How many live sequences name `block` (1 for a loose block)."""
         return self._references[block]
+
+    def retentions(self, block: int) -> int:
+        """How many retained sequences name `block`."""
+        return self._retentions.get(block, 0)
+
+    @property
+    def cached_block_count(self) -> int:
+        """Blocks that only retained sequences name."""
+        return self._cached
 
     def adopt(self, block: int) -> None:
         """A block table has taken over a loose block."""

@@ -7,19 +7,31 @@ from collections.abc import Iterable
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
+from kvcache_core.prefix import PrefixEntry, PrefixIndex
 from kvcache_core.sequence import CachedSequence
 
-__all__ = ["audit_books"]
+__all__ = ["audit_books", "audit_prefixes"]
 
 
-def audit_books(allocator: BlockAllocator, sequences: Iterable[CachedSequence]) -> list[str]:
-    """Return a line for each inconsistency between the allocator and the block tables."""
+def audit_books(
+    allocator: BlockAllocator, sequences: Iterable[CachedSequence], retained: Iterable[CachedSequence] = ()
+) -> list[str]:
+    """Return a line for each inconsistency between the allocator and the block tables.
+
+    Args:
+        allocator: The block ids and their counts.
+        sequences: Every live sequence.
+        retained: Every sequence that is kept for reuse.
+    """
     problems: list[str] = []
     names: Counter[int] = Counter()
     for sequence in sequences:
         problems += _audit_sequence(sequence, allocator.block_size)
         names.update(sequence.blocks)
         names.update(_held_by_step(sequence))
+    keeps: Counter[int] = Counter()
+    for sequence in retained:
+        keeps.update(sequence.blocks)
     free = allocator.free_ids()
     loose = allocator.loose
     names.update(loose)
@@ -30,9 +42,17 @@ def audit_books(allocator: BlockAllocator, sequences: Iterable[CachedSequence]) 
             problems.append(
                 f"block {block} counts {allocator.references(block)} references and {names[block]} tables name it"
             )
-    problems += [f"block {block} is free and named" for block in free if names[block]]
-    problems += [f"block {block} does not exist but is named" for block in names if not 1 <= block <= total]
-    lost = total - len(set(free) | set(names))
+        if allocator.retentions(block) != keeps[block]:
+            problems.append(
+                f"block {block} counts {allocator.retentions(block)} retentions and {keeps[block]} kept tables name it"
+            )
+    cached = sum(not names[block] for block in keeps)
+    if allocator.cached_block_count != cached:
+        problems.append(f"cached count is {allocator.cached_block_count} but {cached} blocks are only kept")
+    named = {block for counts in (names, keeps) for block, count in counts.items() if count}
+    problems += [f"block {block} is free and named" for block in free if block in named]
+    problems += [f"block {block} does not exist but is named" for block in named if not 1 <= block <= total]
+    lost = total - len(set(free) | named)
     if lost:
         problems.append(f"{lost} blocks are neither free nor named by anybody")
     if len(free) != allocator.free_block_count:
@@ -66,3 +86,28 @@ def _held_by_step(sequence: CachedSequence) -> list[int]:
         if part.sequence is sequence
         for block in part.reservation.held_blocks
     ]
+
+
+def audit_prefixes(
+    index: PrefixIndex, sequences: Iterable[CachedSequence], retained: Iterable[CachedSequence]
+) -> list[str]:
+    """Return a line for each entry of the index that does not lead to what it promises."""
+    problems = []
+    holders = {id(sequence): sequence for sequence in (*sequences, *retained)}
+    entries = {id(entry) for _, entry in index}
+    for digest, entry in index:
+        name, position = f"prefix entry {digest.hex()[:8]}", entry.position
+        home = entry.home
+        if id(home) not in holders:
+            problems.append(f"{name}: its home {home.request_id} is gone")
+        elif position >= len(home.digests) or home.digests[position] != digest or position >= len(home.blocks):
+            problems.append(f"{name}: its home {home.request_id} does not hold it")
+        elif home.token_ids[position * index.block_size : (position + 1) * index.block_size].tobytes() != entry.tokens:
+            problems.append(f"{name}: its home {home.request_id} holds other tokens")
+        if isinstance(entry.parent, PrefixEntry) and id(entry.parent) not in entries:
+            problems.append(f"{name}: the block before it cannot be found")
+    for sequence in holders.values():
+        missing = [digest for digest in sequence.digests if index.get(digest) is None]
+        if missing:
+            problems.append(f"{sequence.request_id}: {len(missing)} of its named blocks are not in the index")
+    return problems

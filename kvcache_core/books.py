@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.errors import CacheFullError
@@ -18,12 +18,14 @@ class Books:
         allocator: The block ids and their reference counts.
         block_size: Tokens per block.
         failures: Requests refused for want of room, so far.
+        make_room: Evicts until so many blocks are free; called only when that is possible.
     """
 
     def __init__(self, allocator: BlockAllocator, storage: Storage, *, scrub: bool) -> None:
         self.allocator = allocator
         self.block_size = allocator.block_size
         self.failures = 0
+        self.make_room: Callable[[int], None] = _no_room
         self._storage = storage
         self._scrub = scrub
 
@@ -31,12 +33,13 @@ class Books:
     def used_blocks(self) -> int:
         """Blocks that sequences name."""
         allocator = self.allocator
-        return allocator.total_block_count - allocator.free_block_count - len(allocator.loose)
+        unused = allocator.free_block_count + allocator.cached_block_count + len(allocator.loose)
+        return allocator.total_block_count - unused
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that `take` could hand out now."""
-        return self.allocator.free_block_count
+        """Blocks that `take` could hand out now, by evicting if it has to."""
+        return self.allocator.free_block_count + self.allocator.cached_block_count
 
     def take(self, count: int, *, purpose: str) -> list[int]:
         """Take `count` blocks.
@@ -49,19 +52,23 @@ class Books:
             CacheFullError: So many cannot be had; nothing was changed.
         """
         self.require(count, purpose=purpose)
+        if count > self.allocator.free_block_count:
+            self.make_room(count)
         return self.allocator.take(count)
 
     def require(self, count: int, *, purpose: str) -> None:
         """Raise CacheFullError unless `count` blocks can be had."""
-        free = self.allocator.free_block_count
-        if count <= free:
+        if count <= self.available_blocks:
             return
         self.failures += 1
         size, total = self.block_size, self.allocator.total_block_count
+        free, evictable = self.allocator.free_block_count, self.allocator.cached_block_count
         raise CacheFullError(
-            f"no room {purpose}: {count} more blocks of {size} tokens are needed, {free} of {total} are free",
+            f"no room {purpose}: {count} more blocks of {size} tokens are needed, {free} of {total} are free"
+            + (f" and {evictable} can be evicted" if evictable else ""),
             needed=count,
             free=free,
+            evictable=evictable,
             hint="free or truncate a handle, or raise the budget"
             if count <= total
             else f"raise the budget: the whole cache holds {total * size} tokens",
@@ -69,7 +76,7 @@ class Books:
 
     def is_shared(self, block: int) -> bool:
         """Whether somebody besides one sequence relies on the block's contents."""
-        return self.allocator.references(block) > 1
+        return self.allocator.references(block) + self.allocator.retentions(block) > 1
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more sequence names these blocks."""
@@ -77,12 +84,26 @@ class Books:
 
     def release(self, blocks: Sequence[int]) -> None:
         """A sequence no longer names these blocks; those that nobody needs become free."""
-        freed = self.allocator.unreference(blocks)
-        if freed and self._scrub:
-            self._storage.scrub([BlockRows(block, 0, self.block_size) for block in freed])
-        self.allocator.give_back(freed)
+        self._free(self.allocator.unreference(blocks))
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """A sequence that named these blocks is kept for reuse and no longer live."""
+        self.allocator.retain(blocks)
+
+    def release_retained(self, blocks: Sequence[int]) -> None:
+        """A sequence that was kept for reuse no longer names these blocks."""
+        self._free(self.allocator.unretain(blocks))
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        if blocks and self._scrub:
+            self._storage.scrub([BlockRows(block, 0, self.block_size) for block in blocks])
+        self.allocator.give_back(blocks)
 
     def scrub_tail(self, block: int, kept_rows: int) -> None:
         """Zero the rows of a sequence's last block that a truncate dropped, unless somebody else sees them."""
         if self._scrub and kept_rows and not self.is_shared(block):
             self._storage.scrub([BlockRows(block, kept_rows, self.block_size)])
+
+
+def _no_room(count: int) -> None:
+    """Evict nothing: without a prefix cache no block is ever merely cached."""

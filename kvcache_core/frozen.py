@@ -12,7 +12,9 @@ Value_co = TypeVar("Value_co", covariant=True)
 
 
 class FrozenMapping(Mapping[Key, Value_co]):
-    """A read-only copy of a mapping that keeps its order and, unlike `types.MappingProxyType`, pickles."""
+    """A read-only copy of a mapping that keeps its order and, unlike `types.MappingProxyType`, pickles.
+
+    It can be hashed when its values can."""
 
     __slots__ = ("_items",)
 
@@ -30,6 +32,9 @@ class FrozenMapping(Mapping[Key, Value_co]):
 
     def __repr__(self) -> str:
         return repr(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._items,)

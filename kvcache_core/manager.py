@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
 from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
+from kvcache_core.eviction import CacheEvictionPolicy, LruPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
+from kvcache_core.prefix import PrefixExplanation, PrefixKey
+from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.pressure import PressureCallback, PressureMonitor
 from kvcache_core.sequence import AllocationRequest, CachedSequence
 from kvcache_core.sequence_store import SequenceStore
@@ -37,6 +42,8 @@ class KvCacheManager:
         backend: The backend's name, for messages.
         allow_dtype_cast: Whether writes convert floating tensors of another dtype to the stored one.
         pressure_thresholds: Shares of the budget from which pressure is medium, high and critical.
+        prefix: How prefixes are kept and found; by default not at all.
+        eviction_policy: Which cached prefixes go first; least recently used when None.
 
     Attributes:
         backend: The backend's name.
@@ -52,11 +59,18 @@ class KvCacheManager:
         backend: str = "custom",
         allow_dtype_cast: bool = False,
         pressure_thresholds: tuple[float, float, float] = (0.6, 0.8, 0.95),
+        prefix: PrefixSettings | None = None,
+        eviction_policy: CacheEvictionPolicy | None = None,
     ) -> None:
         self.backend = backend
         self.storage = storage
         self.allow_dtype_cast = allow_dtype_cast
-        self.store = SequenceStore(storage, PressureMonitor(pressure_thresholds))
+        self.store = SequenceStore(
+            storage,
+            PressureMonitor(pressure_thresholds),
+            prefix or PrefixSettings(enabled=False),
+            eviction_policy or LruPolicy(),
+        )
         self._reported = (0, 0)
         self._own_specs = _own_specs(storage.spec.geometry)
 
@@ -136,6 +150,9 @@ class KvCacheManager:
     def allocate(self, request: AllocationRequest | None = None, **fields: Any) -> KvCacheHandle:
         """Open a new sequence and reserve room for its initial tokens.
 
+        With prefix reuse on, the sequence starts with the longest cached prefix of `token_ids`, in whole blocks and
+        never the last token: feed the model `token_ids[handle.num_tokens:]`.
+
         Args:
             request: What it needs.
             fields: The fields of an `AllocationRequest`, as a shorthand for making one.
@@ -147,11 +164,20 @@ class KvCacheManager:
         """
         request = self._checked_request(request, fields)
         return self.handle_to(
-            self.store.open(request.request_id, request.initial_tokens, self._max_tokens(request), request.priority)
+            self.store.open(
+                request.request_id,
+                array("q", request.token_ids),
+                request.initial_tokens,
+                self._max_tokens(request),
+                request.priority,
+                self._prefix_key(request),
+            )
         )
 
     def can_allocate(self, request: AllocationRequest | None = None, **fields: Any) -> bool:
         """Whether `allocate` with the same arguments would find room now.
+
+        Cached prefixes that could be evicted count as room; what the prompt might reuse does not reduce the need.
 
         Raises:
             ShapeError: The request does not fit the cache's geometry, device or dtype.
@@ -246,6 +272,57 @@ class KvCacheManager:
         """
         return self.begin(new_tokens)
 
+    # -- prefixes ----------------------------------------------------------------------------------------
+
+    def explain(
+        self, request: AllocationRequest | None = None, *, across_salts: bool = False, **fields: Any
+    ) -> PrefixExplanation:
+        """Say how many tokens `allocate` with the same request would reuse now, and why not more.
+
+        Nothing changes: nothing is pinned, and recency and hit rate stay as they are.
+
+        Args:
+            request: The request.
+            across_salts: Whether to tell that the same tokens are cached under another salt, adapter or namespace.
+                That reveals what other tenants have asked; leave it off where tenants can see the answer.
+            fields: The fields of an `AllocationRequest`, as a shorthand for making one.
+        """
+        request = self._checked_request(request, fields)
+        with self.store.locked():
+            return self.store.prefixes.explain(
+                self._prefix_key(request), array("q", request.token_ids), across_salts=across_salts
+            )
+
+    def share_prefix(self, source: KvCacheHandle, target: KvCacheHandle, num_tokens: int) -> None:
+        """Make an empty sequence start with the first `num_tokens` tokens of another, sharing their memory.
+
+        The caller vouches that both are of the same model and may see each other's contents. Unlike a prefix hit
+        this is exact to the token, and works for anonymous tokens.
+
+        Raises:
+            ShapeError: `target` holds tokens already, or `num_tokens` is not between 0 and what `source` holds and
+                `target` may hold.
+            StepError: One of them is part of an open step.
+            CacheFullError: The backend has to copy something and there is no room; nothing changes.
+        """
+        self.store.share_prefix(self._own(source), self._own(target), num_tokens)
+
+    def enable_prefix_caching(self, enabled: bool = True) -> None:
+        """Switch prefix reuse on or off; switching it off drops what is kept."""
+        with self.store.locked():
+            self.store.prefixes.enable(enabled)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix, for instance after the model's weights have changed.
+
+        Live sequences go on, but what they hold now, and what follows it, is never found by others.
+
+        Returns:
+            How many blocks could be found before and no longer can.
+        """
+        with self.store.locked():
+            return self.store.prefixes.clear()
+
     # -- the whole ---------------------------------------------------------------------------------------
 
     def stats(self) -> CacheManagerStats:
@@ -261,15 +338,19 @@ class KvCacheManager:
                 tokens_stored=sum(sequence.num_tokens for sequence in store.live.values()),
                 total_blocks=allocator.total_block_count,
                 used_blocks=books.used_blocks,
+                cached_blocks=allocator.cached_block_count,
                 loose_blocks=len(allocator.loose),
                 free_blocks=allocator.free_block_count,
+                cached_prefixes=len(store.prefixes.retained),
+                hit_rate=store.prefixes.hit_rate,
+                evictions=store.prefixes.evictions,
                 allocations=store.allocations,
                 failures=books.failures,
                 pressure=store.pressure.level(books.used_blocks, allocator.total_block_count),
             )
 
     def gc(self) -> CacheGcStats:
-        """Give back what unreachable handles still hold, and report it.
+        """Give back what unreachable handles and outdated prefixes still hold, and report it.
 
         Handles that are dropped without `free()` are given back as soon as Python finalizes them; those caught in
         reference cycles wait for Python's collector, which this runs. The report covers everything given back in
@@ -277,6 +358,7 @@ class KvCacheManager:
         """
         gc.collect()
         with self.store.locked():
+            self.store.expire_prefixes()
             now = (self.store.reclaimed_sequences, self.store.reclaimed_blocks)
             before, self._reported = self._reported, now
         return CacheGcStats(freed_caches=now[0] - before[0], freed_bytes=(now[1] - before[1]) * self.bytes_per_block)
@@ -335,6 +417,13 @@ class KvCacheManager:
             raise HandleError(f"{handle!r} belongs to another cache", reason="foreign")
         handle.require_usable()
         return handle.sequence
+
+    def _prefix_key(self, request: AllocationRequest) -> PrefixKey:
+        settings = self.store.prefixes.settings
+        key = request.prefix_key(settings.namespace)
+        if settings.cross_request_sharing:
+            return key
+        return replace(key, extra={**key.extra, "request_id": request.request_id})
 
     def _max_tokens(self, request: AllocationRequest) -> int:
         return request.max_sequence_length or self.max_sequence_length

@@ -8,13 +8,14 @@ import secrets
 import time
 import weakref
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kvcache_core.errors import ConfigError, ShapeError
 from kvcache_core.geometry import DTYPE_SIZES, CacheGeometry
+from kvcache_core.prefix import KeyValue, PrefixKey
 
 if TYPE_CHECKING:
     from kvcache_core.handle import KvCacheHandle
@@ -84,6 +85,9 @@ class AllocationRequest:
         request_id: The caller's name for the sequence; made up when None.
         max_sequence_length: Tokens the sequence may ever hold; the cache's own maximum when None.
         priority: Higher is more important; eviction policies may use it.
+        adapter: Name or digest of the adapter the prompt runs with; prompts reuse only what the same one stored.
+        salt: A tenant's secret; prompts reuse only what the same salt stored.
+        extra_keys: Whatever else the contents depend on, such as digests of attached media, by name.
         num_layers: If given, must equal the cache's.
         num_heads: Key/value heads; if given, must equal the cache's.
         head_dim: If given, must equal the cache's.
@@ -96,6 +100,9 @@ class AllocationRequest:
     request_id: str | None = None
     max_sequence_length: int | None = None
     priority: int = 0
+    adapter: KeyValue = None
+    salt: KeyValue = None
+    extra_keys: Mapping[str, KeyValue] = field(default_factory=dict)
     num_layers: int | None = None
     num_heads: int | None = None
     head_dim: int | None = None
@@ -113,6 +120,10 @@ class AllocationRequest:
             raise ShapeError(f"priority must be an int, not {self.priority!r}")
         if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
             raise ShapeError(f"request_id must be a string with at least one character, not {self.request_id!r}")
+
+    def prefix_key(self, namespace: KeyValue) -> PrefixKey:
+        """What cached blocks of this prompt depend on besides its tokens, in the cache of `namespace`."""
+        return PrefixKey(namespace=namespace, adapter=self.adapter, salt=self.salt, extra=self.extra_keys)
 
     @property
     def initial_tokens(self) -> int:
@@ -154,6 +165,9 @@ class CachedSequence:
         blocks: Physical block ids in logical order.
         num_tokens: Committed tokens.
         token_ids: Ids of the leading tokens that were named; anonymous ones end it.
+        prefix_key: What its blocks depend on besides the token ids, or None if they must not be found by others.
+        digests: Names of its leading full blocks that can be found by others.
+        deduplicated: How many of these were already replaced by equal blocks that others hold.
         references: Live handles.
         state: Active, swapped or freed.
         version: Changes whenever the contents or the table change.
@@ -170,6 +184,9 @@ class CachedSequence:
     blocks: list[int]
     num_tokens: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("q"))
+    prefix_key: PrefixKey | None = None
+    digests: list[bytes] = field(default_factory=list)
+    deduplicated: int = 0
     references: int = 0
     state: HandleState = HandleState.ACTIVE
     version: int = 0

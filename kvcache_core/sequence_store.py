@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvcache_core.allocator import BlockAllocator
-from kvcache_core.audit import audit_books
+from kvcache_core.audit import audit_books, audit_prefixes
 from kvcache_core.block_table import MutableBlockTable, blocks_for
 from kvcache_core.books import Books
 from kvcache_core.errors import CacheFullError, HandleError, ShapeError, StepError
+from kvcache_core.eviction import CacheEvictionPolicy
 from kvcache_core.locking import Guard, process_generation
+from kvcache_core.prefix import PrefixKey
+from kvcache_core.prefix_cache import PrefixCache, PrefixHit, PrefixSettings
 from kvcache_core.pressure import PressureMonitor
 from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence, HandleState, unique_id
@@ -32,6 +35,7 @@ class SequenceStore:
     Attributes:
         storage: The memory.
         books: Who names which block.
+        prefixes: What is kept for reuse.
         pressure: The watch over the budget.
         live: Request id -> sequence, in order of allocation.
         generation: Rises when the cache is reset; sequences of an older one are stale.
@@ -40,7 +44,13 @@ class SequenceStore:
         reclaimed_blocks: Blocks that this freed.
     """
 
-    def __init__(self, storage: Storage, pressure: PressureMonitor) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        pressure: PressureMonitor,
+        prefix_settings: PrefixSettings,
+        eviction_policy: CacheEvictionPolicy,
+    ) -> None:
         spec = storage.spec
         self.storage = storage
         self.pressure = pressure
@@ -52,6 +62,8 @@ class SequenceStore:
         self.closed = False
         self._guard = Guard(self.require_usable, self._settle_dropped, self._note_pressure, self._after_release)
         self.books = Books(BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, scrub=spec.scrub)
+        self.prefixes = PrefixCache(self.books, storage, self.live, prefix_settings, eviction_policy)
+        self.books.make_room = self.prefixes.make_room
         self._dropped: deque[CachedSequence | Transaction] = deque()
         self._process = process_generation()
 
@@ -107,21 +119,47 @@ class SequenceStore:
 
     # -- opening and freeing -----------------------------------------------------------------------------
 
-    def open(self, request_id: str | None, num_tokens: int, max_tokens: int, priority: int) -> CachedSequence:
-        """Open an empty sequence with room for `num_tokens`."""
-        self._require_length(num_tokens, max_tokens)
+    def open(
+        self,
+        request_id: str | None,
+        token_ids: array[int],
+        num_tokens: int,
+        max_tokens: int,
+        priority: int,
+        prefix_key: PrefixKey,
+    ) -> CachedSequence:
+        """Open a sequence with room for `num_tokens`, which starts with the cached prefix of `token_ids`."""
         with self.locked():
+            self._require_length(num_tokens, max_tokens)
             name = self._unused_name(request_id)
-            needed = blocks_for(num_tokens, self.books.block_size)
-            blocks = self.books.take(needed, purpose=f"for a sequence of {num_tokens} tokens")
+            sequence = CachedSequence(unique_id("kv"), name, max_tokens, self.generation, priority, None, [])
+            sequence.prefix_key = prefix_key
+            hit = self.prefixes.lookup(prefix_key, token_ids)
+            if hit is None:
+                sequence.slot = self.storage.open(max_tokens)
+            else:
+                self._start_with(sequence, hit, token_ids)
+            self._enter(sequence)  # before room is made: the eviction has to see what it holds
+            missing = blocks_for(num_tokens, self.books.block_size) - len(sequence.blocks)
             try:
-                slot = self.storage.open(max_tokens)
+                sequence.blocks += self.books.take(missing, purpose=f"for a sequence of {num_tokens} tokens")
             except BaseException:
-                self.books.release(blocks)
+                self._leave(sequence)
+                self.allocations -= 1
                 raise
-            return self._enter(
-                CachedSequence(unique_id("kv"), name, max_tokens, self.generation, priority, slot, blocks)
-            )
+            return sequence
+
+    def _start_with(self, sequence: CachedSequence, hit: PrefixHit, token_ids: array[int]) -> None:
+        """Give an empty sequence the tokens of a prefix hit, except room for what the storage has copied."""
+        home, num_tokens = hit.home, hit.num_tokens
+        shared_tokens = self.storage.shared_tokens(home.slot, num_tokens)
+        sequence.slot = self.storage.fork(home.slot, num_tokens)
+        sequence.blocks = home.blocks[: shared_tokens // self.books.block_size]
+        self.books.share(sequence.blocks)
+        sequence.num_tokens = num_tokens
+        sequence.token_ids = token_ids[:num_tokens]
+        sequence.digests = hit.digests
+        sequence.deduplicated = len(sequence.blocks)
 
     def fork(self, source: CachedSequence, request_id: str | None) -> CachedSequence:
         """Open a sequence that starts with the tokens of `source`."""
@@ -140,19 +178,49 @@ class SequenceStore:
                 raise
             self.books.share(shared)
             source.touch()
-            return self._enter(
-                CachedSequence(
-                    unique_id("kv"),
-                    name,
-                    source.max_tokens,
-                    self.generation,
-                    source.priority,
-                    slot,
-                    shared + copied,
-                    num_tokens,
-                    source.token_ids[:],
-                )
+            sequence = CachedSequence(
+                unique_id("kv"), name, source.max_tokens, self.generation, source.priority, slot, shared + copied
             )
+            sequence.num_tokens = num_tokens
+            sequence.token_ids = source.token_ids[:]
+            sequence.prefix_key = source.prefix_key
+            sequence.digests = source.digests[:]
+            sequence.deduplicated = source.deduplicated
+            return self._enter(sequence)
+
+    def share_prefix(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> None:
+        """Make an empty sequence start with the first `num_tokens` tokens of another."""
+        with self.locked():
+            self.require_changeable(source, "share a prefix of")
+            self.require_changeable(target, "share a prefix with")
+            most = min(source.num_tokens, target.max_tokens)
+            if target.num_tokens or target is source:
+                raise ShapeError(f"{target.request_id!r} must be another sequence, and empty, to take over a prefix")
+            if type(num_tokens) is not int or not 0 <= num_tokens <= most:
+                raise ShapeError(f"share_prefix takes an int from 0 to {most} tokens, not {num_tokens!r}")
+            size = self.books.block_size
+            used = blocks_for(num_tokens, size)
+            shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
+            shared = source.blocks[: used if shared_tokens >= num_tokens else shared_tokens // size]
+            room = max(used, len(target.blocks))  # what was reserved stays reserved
+            copied = self.books.take(room - len(shared), purpose=f"to share {num_tokens} tokens")
+            try:
+                slot = self.storage.fork(source.slot, num_tokens)
+            except BaseException:
+                self.books.release(copied)
+                raise
+            self.books.share(shared)
+            old_slot, old_blocks = target.slot, target.blocks
+            target.slot, target.blocks = slot, shared + copied
+            target.num_tokens = num_tokens
+            target.token_ids = source.token_ids[:num_tokens]
+            target.prefix_key = source.prefix_key
+            target.digests = source.digests[: num_tokens // size]
+            target.deduplicated = min(source.deduplicated, num_tokens // size)
+            target.version += 1
+            target.touch()
+            self.books.release(old_blocks)
+            self.storage.close(old_slot)
 
     def add_reference(self, sequence: CachedSequence) -> None:
         """One more handle refers to the sequence."""
@@ -227,6 +295,7 @@ class SequenceStore:
     def _cut(self, sequence: CachedSequence, num_tokens: int) -> None:
         size = self.books.block_size
         kept = blocks_for(num_tokens, size)
+        self.prefixes.forget(sequence, num_tokens // size)
         dropped = sequence.blocks[kept:]
         del sequence.blocks[kept:]
         del sequence.token_ids[num_tokens:]
@@ -297,6 +366,12 @@ class SequenceStore:
             raise ShapeError(f"{len(edited)} blocks are more than the {most} that {sequence.max_tokens} tokens fill")
         return added
 
+    def expire_prefixes(self) -> None:
+        """Drop prefixes that have outlived their time, and count what that gave back. Under the lock."""
+        free_before = self.books.allocator.free_block_count
+        self.prefixes.expire()
+        self.reclaimed_blocks += self.books.allocator.free_block_count - free_before
+
     # -- steps -------------------------------------------------------------------------------------------
 
     def reserve(self, wanted: Sequence[tuple[CachedSequence, int, array[int] | None]]) -> Transaction:
@@ -309,6 +384,7 @@ class SequenceStore:
             parts = []
             for sequence, count, token_ids in wanted:
                 self.require_changeable(sequence, "begin a step with")
+                self.prefixes.deduplicate(sequence)
                 start = sequence.num_tokens
                 self._require_length(start + count, sequence.max_tokens)
                 parts.append(Part(sequence, Reservation(self.books, sequence, start, start + count), token_ids))
@@ -371,6 +447,7 @@ class SequenceStore:
             sequence.num_tokens = stop
             sequence.version += 1
             sequence.touch()
+            self.prefixes.publish(sequence)
 
     def _undo(self, part: Part) -> None:
         """Put one sequence back to before its step, memory included."""
@@ -438,7 +515,12 @@ class SequenceStore:
     def audit(self) -> tuple[str, ...]:
         """Every inconsistency in the books and in the storage's own."""
         with self.locked():
-            return (*audit_books(self.books.allocator, self.live.values()), *self.storage.audit())
+            retained = self.prefixes.retained.values()
+            return (
+                *audit_books(self.books.allocator, self.live.values(), retained),
+                *audit_prefixes(self.prefixes.index, self.live.values(), retained),
+                *self.storage.audit(),
+            )
 
     def _enter(self, sequence: CachedSequence) -> CachedSequence:
         self.live[sequence.request_id] = sequence
@@ -447,9 +529,26 @@ class SequenceStore:
         return sequence
 
     def _free(self, sequence: CachedSequence) -> None:
+        """Keep a sequence for reuse if that is worth it, else give its memory back."""
+        kept = False
+        try:
+            kept = self.prefixes.retain(sequence)
+        finally:
+            if kept:
+                self._end(sequence)
+            else:
+                self._leave(sequence)
+
+    def _end(self, sequence: CachedSequence) -> None:
+        """No handle can use the sequence any more."""
         sequence.state = HandleState.FREED
         sequence.version += 1
         del self.live[sequence.request_id]
+
+    def _leave(self, sequence: CachedSequence) -> None:
+        """End a sequence and give its memory back."""
+        self._end(sequence)
+        self.prefixes.forget(sequence, 0)
         blocks, sequence.blocks = sequence.blocks, []
         slot, sequence.slot = sequence.slot, None
         self.books.release(blocks)
@@ -460,8 +559,9 @@ class SequenceStore:
         for sequence in sequences:
             if sequence.transaction is not None:
                 self._finish(sequence.transaction, keep=False)
+        self.prefixes.clear()
         for sequence in sequences:
-            self._free(sequence)
+            self._leave(sequence)
         self.generation += 1
 
     def _unused_name(self, request_id: str | None) -> str:

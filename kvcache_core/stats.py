@@ -51,10 +51,14 @@ class CacheManagerStats:
         storage_bytes: Bytes of device memory the storage holds at the moment, as it reports them.
         active_caches: Live sequences.
         tokens_stored: Committed tokens of all live sequences, shared ones counted for each.
-        total_blocks: Blocks of the budget; the sum of the next three.
+        total_blocks: Blocks of the budget; the sum of the next four.
         used_blocks: Blocks that sequences name.
+        cached_blocks: Blocks kept for reuse that no live sequence names; they can be evicted.
         loose_blocks: Blocks taken from the allocator by hand and not adopted by a table.
         free_blocks: Blocks that are free.
+        cached_prefixes: Finished sequences kept for reuse.
+        hit_rate: Share of the looked-up prompt tokens that were found cached; 0.0 before the first look-up.
+        evictions: Cached blocks dropped to make room, so far.
         allocations: Sequences allocated or forked, so far.
         failures: Operations refused for want of room, so far.
         pressure: Share of the budget in use, as a level.
@@ -67,8 +71,12 @@ class CacheManagerStats:
     tokens_stored: int
     total_blocks: int
     used_blocks: int
+    cached_blocks: int
     loose_blocks: int
     free_blocks: int
+    cached_prefixes: int
+    hit_rate: float
+    evictions: int
     allocations: int
     failures: int
     pressure: MemoryPressure
