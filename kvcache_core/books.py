@@ -95,14 +95,17 @@ class Books:
         self._free(self.allocator.unretain(blocks))
 
     def _free(self, blocks: Sequence[int]) -> None:
-        if blocks and self._scrub:
-            self._storage.scrub([BlockRows(block, 0, self.block_size) for block in blocks])
-        self.allocator.give_back(blocks)
+        try:
+            if blocks and self._scrub:
+                self._storage.scrub([BlockRows(block, 0, self.block_size) for block in blocks])
+        finally:  # nobody names them any more, whatever the storage says
+            self.allocator.give_back(blocks)
 
-    def scrub_tail(self, block: int, kept_rows: int) -> None:
-        """Zero the rows of a sequence's last block that a truncate dropped, unless somebody else sees them."""
-        if self._scrub and kept_rows and not self.is_shared(block):
-            self._storage.scrub([BlockRows(block, kept_rows, self.block_size)])
+    def scrub_tail(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Zero the rows after a sequence's last token in its last block, unless somebody else sees them."""
+        index, kept_rows = divmod(num_tokens, self.block_size)
+        if self._scrub and kept_rows and not self.is_shared(blocks[index]):
+            self._storage.scrub([BlockRows(blocks[index], kept_rows, self.block_size)])
 
 
 def _no_room(count: int) -> None:

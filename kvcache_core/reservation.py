@@ -81,13 +81,11 @@ class Reservation:
         self._restore_table()
         books.release(taken)
 
-    def settle(self, books: Books, num_tokens: int) -> None:
-        """Keep what the first `num_tokens` tokens need and what was there before; free the rest."""
-        keep = max(blocks_for(num_tokens, books.block_size), self._had_blocks)
+    def settle(self, block_size: int, num_tokens: int) -> list[int]:
+        """Keep what the first `num_tokens` tokens need and what was there before; return the rest, to be released."""
+        keep = max(blocks_for(num_tokens, block_size), self._had_blocks)
         excess = self.sequence.blocks[keep:]
         del self.sequence.blocks[keep:]
         if self._copied is not None:
-            excess.append(
-                self._copied[1]
-            )  # the name of the shared block, held until now so that undo could return to it
-        books.release(excess)
+            excess.append(self._copied[1])  # held until now so that `undo` could return to it
+        return excess

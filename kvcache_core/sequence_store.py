@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.audit import audit_books, audit_prefixes
@@ -263,9 +263,11 @@ class SequenceStore:
         self._guard.try_enter(wait=True)
         try:
             if not self.closed:
-                self._drop_all()
-                self.closed = True
-                self.storage.shutdown()
+                try:
+                    self._drop_all()
+                finally:
+                    self.closed = True
+                    self.storage.shutdown()
         finally:
             self._guard.leave()
 
@@ -299,12 +301,13 @@ class SequenceStore:
         dropped = sequence.blocks[kept:]
         del sequence.blocks[kept:]
         del sequence.token_ids[num_tokens:]
-        if num_tokens < sequence.num_tokens and num_tokens % size:
-            self.books.scrub_tail(sequence.blocks[-1], num_tokens % size)
+        shortened = num_tokens < sequence.num_tokens
         sequence.num_tokens = num_tokens
         sequence.version += 1
         sequence.touch()
         self.books.release(dropped)
+        if shortened:
+            self.books.scrub_tail(sequence.blocks, num_tokens)
 
     @contextmanager
     def edited_table(self, sequence: CachedSequence) -> Iterator[MutableBlockTable]:
@@ -398,9 +401,10 @@ class SequenceStore:
                     del blocks[: part.reservation.needed]
                     applied.append(part)
             except BaseException:
-                self.books.release(blocks)
-                for part in reversed(applied):
-                    self._undo(part)
+                try:
+                    self._undo(applied)
+                finally:
+                    self.books.release(blocks)
                 raise
             transaction = Transaction(tuple(parts))
             for part in parts:
@@ -410,54 +414,64 @@ class SequenceStore:
     def finish(self, transaction: Transaction, *, keep: bool) -> None:
         """Commit a step, or undo it."""
         with self.locked():
-            self._finish(transaction, keep=keep)
+            if transaction.open:
+                self._finish(transaction, keep=keep)
+            elif keep:
+                raise HandleError("the step was undone by a reset; allocate again", reason="stale")
 
     def _finish(self, transaction: Transaction, *, keep: bool) -> None:
-        if not transaction.open:
-            return
         if keep:
             self._commit(transaction)
+        else:
+            self._end_step(transaction)
+            self._undo(transaction.parts)
+
+    @staticmethod
+    def _end_step(transaction: Transaction) -> None:
         transaction.open = False
         for part in transaction.parts:
             part.sequence.transaction = None
-        if not keep:
-            for part in reversed(transaction.parts):
-                self._undo(part)
 
     def _commit(self, transaction: Transaction) -> None:
-        stops = {
-            index: transaction.parts[index].reservation.start + accepted
-            for index, accepted in transaction.accepted.items()
-        }
-        for (
-            index,
-            stop,
-        ) in stops.items():  # first, since only this can fail; what it drops is not needed either way
-            part = transaction.parts[index]
-            if stop < part.reservation.stop:
-                self.storage.truncate(part.sequence.slot, stop)
-        for index, part in enumerate(transaction.parts):
+        """Move all lengths together.
+
+        The storage is called first, when nothing has changed yet, and last, when everything has: it may raise.
+        """
+        size = self.books.block_size
+        steps = list(zip(transaction.parts, transaction.stops, strict=True))
+        shortened = [(part, stop) for part, stop in steps if stop < part.reservation.stop]
+        for part, stop in shortened:
+            self.storage.truncate(part.sequence.slot, stop)
+        unneeded: list[int] = []
+        for part, stop in steps:
             sequence, reservation = part.sequence, part.reservation
-            stop = stops.get(index, reservation.stop)
-            reservation.settle(self.books, stop)
-            if stop < reservation.stop and stop % self.books.block_size:
-                self.books.scrub_tail(sequence.blocks[stop // self.books.block_size], stop % self.books.block_size)
+            unneeded += reservation.settle(size, stop)
             if part.token_ids is not None and len(sequence.token_ids) == reservation.start:
                 sequence.token_ids.extend(part.token_ids[: stop - reservation.start])
             sequence.num_tokens = stop
             sequence.version += 1
             sequence.touch()
             self.prefixes.publish(sequence)
+        self._end_step(transaction)
+        self.books.release(unneeded)
+        for part, stop in shortened:
+            self.books.scrub_tail(part.sequence.blocks, stop)
 
-    def _undo(self, part: Part) -> None:
-        """Put one sequence back to before its step, memory included."""
+    def _undo(self, parts: Sequence[Part]) -> None:
+        """Put sequences back to before their step, memory included; all of them, even if the storage raises."""
+        with ExitStack() as stack:
+            for part in parts:
+                stack.callback(self._undo_part, part)
+
+    def _undo_part(self, part: Part) -> None:
         sequence, reservation = part.sequence, part.reservation
-        reservation.undo(self.books)
         sequence.version += 1
-        size = self.books.block_size
-        if reservation.start % size and reservation.stop > reservation.start:
-            self.books.scrub_tail(sequence.blocks[reservation.start // size], reservation.start % size)
-        self.storage.truncate(sequence.slot, reservation.start)
+        try:
+            reservation.undo(self.books)
+            if reservation.stop > reservation.start:
+                self.books.scrub_tail(sequence.blocks, reservation.start)
+        finally:
+            self.storage.truncate(sequence.slot, reservation.start)
 
     # -- dropped without being freed ---------------------------------------------------------------------
 
@@ -476,15 +490,23 @@ class SequenceStore:
     def _settle_dropped(self) -> None:
         while self._dropped and not self.closed:
             dropped = self._dropped.popleft()
-            if isinstance(dropped, Transaction):
+            if not isinstance(dropped, Transaction):
+                self._reclaim(dropped)
+            elif dropped.open:
                 self._finish(dropped, keep=False)
-            elif dropped.state is not HandleState.FREED and dropped.generation == self.generation:
-                if dropped.transaction is not None:
-                    self._finish(dropped.transaction, keep=False)
-                free_before = self.books.allocator.free_block_count
-                self.drop_reference(dropped)
-                self.reclaimed_sequences += dropped.references == 0
-                self.reclaimed_blocks += self.books.allocator.free_block_count - free_before
+
+    def _reclaim(self, sequence: CachedSequence) -> None:
+        """Drop the reference of a handle that nobody can reach any more."""
+        if sequence.state is HandleState.FREED or sequence.generation != self.generation:
+            return
+        free_before = self.books.allocator.free_block_count
+        try:
+            if sequence.references == 1 and sequence.transaction is not None:  # the step was dropped with the handle
+                self._finish(sequence.transaction, keep=False)
+        finally:
+            self.drop_reference(sequence)
+            self.reclaimed_sequences += sequence.references == 0
+            self.reclaimed_blocks += self.books.allocator.free_block_count - free_before
 
     def _note_pressure(self) -> None:
         self.pressure.note(self.books.used_blocks, self.books.allocator.total_block_count)
@@ -551,18 +573,20 @@ class SequenceStore:
         self.prefixes.forget(sequence, 0)
         blocks, sequence.blocks = sequence.blocks, []
         slot, sequence.slot = sequence.slot, None
-        self.books.release(blocks)
-        self.storage.close(slot)
+        try:
+            self.books.release(blocks)
+        finally:
+            self.storage.close(slot)
 
     def _drop_all(self) -> None:
-        sequences = list(self.live.values())
-        for sequence in sequences:
-            if sequence.transaction is not None:
-                self._finish(sequence.transaction, keep=False)
-        self.prefixes.clear()
-        for sequence in sequences:
-            self._leave(sequence)
         self.generation += 1
+        transactions = {id(s.transaction): s.transaction for s in self.live.values() if s.transaction is not None}
+        with ExitStack() as stack:  # last in, first out; all of it, even if the storage raises
+            for sequence in self.live.values():
+                stack.callback(self._leave, sequence)
+            stack.callback(self.prefixes.clear)
+            for transaction in transactions.values():
+                stack.callback(self._finish, transaction, keep=False)
 
     def _unused_name(self, request_id: str | None) -> str:
         if request_id is None:

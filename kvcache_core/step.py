@@ -45,12 +45,17 @@ class Transaction:
         self.open = True
 
     @property
+    def stops(self) -> list[int]:
+        """Tokens that each sequence holds once the step has been committed."""
+        stops = [part.reservation.stop for part in self.parts]
+        for index, kept in self.accepted.items():
+            stops[index] = self.parts[index].reservation.start + kept
+        return stops
+
+    @property
     def drops_tokens(self) -> bool:
         """Whether a commit keeps only some of the new tokens."""
-        return any(
-            self.parts[index].reservation.start + kept < self.parts[index].reservation.stop
-            for index, kept in self.accepted.items()
-        )
+        return any(stop < part.reservation.stop for part, stop in zip(self.parts, self.stops, strict=True))
 
 
 def parse_new_tokens(new_tokens: NewTokens) -> tuple[int, array[int] | None]:
