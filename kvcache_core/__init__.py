@@ -1,6 +1,8 @@
 """One interface for the key/value cache of transformer inference, many memories behind it."""
 
 from kvcache_core.block_table import BlockTable, MutableBlockTable
+from kvcache_core.budget import Budget
+from kvcache_core.config import CacheConfig, PressureThresholds
 from kvcache_core.errors import (
     AmbiguousBackendError,
     BackendDisabledError,
@@ -25,6 +27,8 @@ from kvcache_core.errors import (
 from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.opening import open_cache
+from kvcache_core.prefix import PrefixExplanation
 from kvcache_core.sequence import AllocationRequest, HandleState
 from kvcache_core.stats import CacheGcStats, CacheHandleStats, CacheManagerStats, MemoryPressure
 from kvcache_core.step import Step
@@ -38,6 +42,8 @@ __all__ = [
     "BackendSkippedWarning",
     "BackendUnavailableError",
     "BlockTable",
+    "Budget",
+    "CacheConfig",
     "CacheFullError",
     "CacheGcStats",
     "CacheGeometry",
@@ -58,9 +64,12 @@ __all__ = [
     "MutableBlockTable",
     "NoBackendAvailableError",
     "OptionsError",
+    "PrefixExplanation",
+    "PressureThresholds",
     "ShapeError",
     "Step",
     "StepError",
     "UnknownBackendError",
     "UnsupportedError",
+    "open_cache",
 ]

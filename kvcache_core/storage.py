@@ -59,6 +59,7 @@ class StorageSpec:
         max_sequence_length: No sequence will ever hold more tokens.
         dtype: Stored dtype by torch's name, such as `"bfloat16"`.
         device: Device by torch's name, such as `"cpu"` or `"cuda:1"`.
+        initial_blocks: Blocks to have memory for at once, where a pool can grow up to `num_blocks`.
         scrub: Memory that no sequence names any more is zeroed.
         options: The backend's own validated options.
     """
@@ -69,6 +70,7 @@ class StorageSpec:
     max_sequence_length: int
     dtype: str
     device: str
+    initial_blocks: int = 0
     scrub: bool = False
     options: Any = None
 
@@ -118,6 +120,9 @@ class Storage(ABC):
     spec: StorageSpec
     device: torch.device
     dtype: torch.dtype
+
+    def __init__(self, spec: StorageSpec) -> None:
+        self.spec = spec
 
     @classmethod
     @abstractmethod

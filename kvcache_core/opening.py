@@ -1,0 +1,102 @@
+"""From a configuration to a running cache."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kvcache_core.config import CacheConfig
+from kvcache_core.errors import ConfigError
+from kvcache_core.manager import KvCacheManager
+from kvcache_core.registry import BackendRegistry, get_registry
+from kvcache_core.selection import choose
+from kvcache_core.storage import StorageSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from kvcache_core.config import ConfigValues
+
+__all__ = ["open_cache"]
+
+
+def open_cache(
+    config: CacheConfig | str | os.PathLike[str] | None = None,
+    *,
+    registry: BackendRegistry | None = None,
+    **overrides: Unpack[ConfigValues],
+) -> KvCacheManager:
+    """Choose a backend, load it and open a cache on it.
+
+    ```python
+    with open_cache("kvcache.toml", geometry=CacheGeometry.uniform(30, 3, 64)) as cache:
+        handle = cache.allocate(token_ids=prompt)
+    ```
+
+    Args:
+        config: A configuration; or the path of a TOML or JSON file, which is read with the environment as
+            `CacheConfig.load` does; or None to read the environment alone.
+        registry: Where to look for backends; the registry of this process when None.
+        **overrides: Any key of the configuration; stands above everything else.
+
+    Raises:
+        ConfigError: A value is wrong or missing, or the budget is too small for one block.
+        BackendError: The backend cannot be found, loaded or used; see `kvcache_core.selection.choose`.
+    """
+    if not isinstance(config, CacheConfig):
+        config = CacheConfig.load(config, **overrides)
+    elif overrides:
+        config = config.replace(**overrides)
+    geometry = config.geometry
+    if geometry is None:
+        raise ConfigError(
+            "geometry is missing: give it in the configuration, or take it from a model with "
+            "CacheConfig.from_pretrained_config(model.config)",
+            key="geometry",
+        )
+    registry = registry or get_registry()
+    selection = choose(config, registry)
+    storage_class = registry.load(selection.backend)
+    num_blocks = config.budget.resolve(
+        bytes_per_block=selection.block_size
+        * storage_class.bytes_per_token(geometry, selection.dtype, selection.options),
+        block_size=selection.block_size,
+        device_memory=lambda: storage_class.device_memory(selection.device, selection.options),
+        origin=config.origin("budget"),
+    )
+    storage = storage_class(
+        StorageSpec(
+            geometry=geometry,
+            block_size=selection.block_size,
+            num_blocks=num_blocks,
+            max_sequence_length=_longest_sequence(config, num_blocks * selection.block_size),
+            dtype=selection.dtype,
+            device=selection.device,
+            initial_blocks=min(config.initial_blocks, num_blocks),
+            scrub=config.scrub_freed,
+            options=selection.options,
+        )
+    )
+    pressure = config.pressure
+    return KvCacheManager(
+        storage,
+        backend=selection.backend.name,
+        allow_dtype_cast=config.allow_dtype_cast,
+        pressure_thresholds=(pressure.medium, pressure.high, pressure.critical),
+    )
+
+
+def _longest_sequence(config: CacheConfig, budget_tokens: int) -> int:
+    """Tokens that one sequence may hold: what is configured, else what the model was made for, within the budget."""
+    asked = config.max_sequence_length
+    if asked is None:
+        own = config.geometry.max_position_embeddings if config.geometry else None
+        return min(own or budget_tokens, budget_tokens)
+    if asked > budget_tokens:
+        raise ConfigError(
+            f"max_sequence_length {asked} is more than the {budget_tokens} tokens that budget {config.budget} holds; "
+            "raise the budget or lower the length",
+            key="max_sequence_length",
+            origin=config.origin("max_sequence_length"),
+        )
+    return asked
