@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvcache_core.errors import CacheFullError, HandleError, ShapeError, UnsupportedError
+from kvcache_core.counts import check_count
+from kvcache_core.errors import CacheFullError, HandleError, UnsupportedError
 
 __all__ = ["BlockAllocator"]
 
@@ -20,8 +21,8 @@ class BlockAllocator:
     for reuse and have no handle any more), or loose (taken by `allocate_blocks` and not yet handed to a
     sequence).
 
-    The four methods without an underscore that take or return ids (`allocate_blocks`, `free_blocks`) are for
-    callers who extend a block table by hand; sequences take theirs through the manager.
+    `allocate_blocks` and `free_blocks` are for callers who extend a block table by hand; the methods from `take` on
+    are for core alone.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lock: AbstractContextManager[Any] | None = None) -> None:
@@ -59,8 +60,7 @@ class BlockAllocator:
             CacheFullError: Fewer are free; none is taken.
             ShapeError: `count` is negative or not an int.
         """
-        if type(count) is not int or count < 0:
-            raise ShapeError(f"count must be an int of at least 0, not {count!r}")
+        check_count("count", count)
         with self._lock:
             if count > self.free_block_count:
                 raise CacheFullError(
@@ -78,8 +78,9 @@ class BlockAllocator:
 
         Raises:
             HandleError: One of them is not such a block, or is named twice; none is freed.
+            ShapeError: One of them is no block id at all; none is freed.
         """
-        blocks = list(blocks)
+        blocks = [check_count("a block id", block, least=1) for block in blocks]
         with self._lock:
             if len(set(blocks)) != len(blocks) or not self._loose.issuperset(blocks):
                 foreign = [block for block in blocks if block not in self._loose] or blocks
@@ -190,6 +191,11 @@ class BlockAllocator:
     def loose(self) -> frozenset[int]:
         """Blocks that a caller has taken and no table has adopted."""
         return frozenset(self._loose)
+
+    @property
+    def loose_block_count(self) -> int:
+        """How many blocks a caller has taken and no table has adopted."""
+        return len(self._loose)
 
     def free_ids(self) -> list[int]:
         """Every free block id, for audits."""

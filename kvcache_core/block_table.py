@@ -154,13 +154,13 @@ class MutableBlockTable(BlockTable):
 
         Raises:
             CacheFullError: Fewer blocks are free than asked for; the table is unchanged.
-            ShapeError: The count is negative or not an int.
+            ShapeError: The count is negative or not an int, or a block id is no such thing.
             HandleError: The context manager that yielded the table has exited.
         """
         self._require_editable()
         if isinstance(blocks, int):
             blocks = self._allocate(check_count("blocks", blocks))
-        self._blocks += tuple(blocks)
+        self._blocks += [check_count("a block id", block, least=1) for block in blocks]
 
     def extend_sequence(self, num_tokens: int) -> None:
         """Make sure that `num_tokens` further tokens fit; short blocks are taken from the allocator.

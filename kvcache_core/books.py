@@ -25,7 +25,7 @@ class Books:
         self.allocator = allocator
         self.block_size = allocator.block_size
         self.failures = 0
-        self.make_room: Callable[[int], None] = _no_room
+        self.make_room: Callable[[int], None] = _evict_nothing
         self._storage = storage
         self._scrub = scrub
 
@@ -33,7 +33,7 @@ class Books:
     def used_blocks(self) -> int:
         """Blocks that sequences name."""
         allocator = self.allocator
-        unused = allocator.free_block_count + allocator.cached_block_count + len(allocator.loose)
+        unused = allocator.free_block_count + allocator.cached_block_count + allocator.loose_block_count
         return allocator.total_block_count - unused
 
     @property
@@ -54,16 +54,20 @@ class Books:
         self.require(count, purpose=purpose)
         if count > self.allocator.free_block_count:
             self.make_room(count)
+            if count > self.allocator.free_block_count:  # the eviction policy spares something
+                raise self._no_room(count, purpose)
         return self.allocator.take(count)
 
     def require(self, count: int, *, purpose: str) -> None:
         """Raise CacheFullError unless `count` blocks can be had."""
-        if count <= self.available_blocks:
-            return
+        if count > self.available_blocks:
+            raise self._no_room(count, purpose)
+
+    def _no_room(self, count: int, purpose: str) -> CacheFullError:
         self.failures += 1
         size, total = self.block_size, self.allocator.total_block_count
         free, evictable = self.allocator.free_block_count, self.allocator.cached_block_count
-        raise CacheFullError(
+        return CacheFullError(
             f"no room {purpose}: {count} more blocks of {size} tokens are needed, {free} of {total} are free"
             + (f" and {evictable} can be evicted" if evictable else ""),
             needed=count,
@@ -108,5 +112,5 @@ class Books:
             self._storage.scrub([BlockRows(blocks[index], kept_rows, self.block_size)])
 
 
-def _no_room(count: int) -> None:
+def _evict_nothing(count: int) -> None:
     """Evict nothing: without a prefix cache no block is ever merely cached."""

@@ -339,7 +339,7 @@ class KvCacheManager:
                 total_blocks=allocator.total_block_count,
                 used_blocks=books.used_blocks,
                 cached_blocks=allocator.cached_block_count,
-                loose_blocks=len(allocator.loose),
+                loose_blocks=allocator.loose_block_count,
                 free_blocks=allocator.free_block_count,
                 cached_prefixes=len(store.prefixes.retained),
                 hit_rate=store.prefixes.hit_rate,

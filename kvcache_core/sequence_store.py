@@ -350,13 +350,13 @@ class SequenceStore:
                 f"{sequence.request_id!r} changed while its block table was being edited; edit it again",
                 reason="stale",
             )
-        edited = list(table.physical_blocks)
+        edited, loose = list(table.physical_blocks), self.books.allocator.loose
         added = edited[len(before) :]
         if edited[: len(before)] != before:
             raise ShapeError("a block table may only grow: its first blocks must stay as they were")
         if len(set(added)) != len(added):
             raise ShapeError("a block is named twice in the block table")
-        foreign = [block for block in added if block not in self.books.allocator.loose]
+        foreign = [block for block in added if block not in loose]
         if foreign:
             raise HandleError(
                 f"blocks {foreign} do not belong to the caller; get blocks from allocate_blocks",
