@@ -55,7 +55,11 @@ def _device_type(device: str) -> str:
 
 def device_fits(asked: str, offered: str) -> bool:
     """Whether a concrete device is what was asked for: any device, any of a type, or one with its index."""
-    return asked in (_AUTO, offered) or (":" not in asked and asked == _device_type(offered))
+    if asked in (_AUTO, offered):
+        return True
+    wanted, offer = asked.split(":"), offered.split(":")
+    # A device type with a single device, such as "cpu", may be spelled with or without its index 0.
+    return wanted[0] == offer[0] and (len(wanted) == 1 or (len(offer) == 1 and int(wanted[1]) == 0))
 
 
 def check_device(wishes: Wishes, backend: Backend) -> None:

@@ -19,13 +19,17 @@ class StillLoadingError(BusyError, ImportError):
 
 
 @contextmanager
-def plugin_code(name: str, distribution: Distribution | None, doing: str) -> Iterator[None]:
+def plugin_code(
+    name: str, distribution: Distribution | None, doing: str, *, passing: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Run plugin code; whatever it raises becomes a `BackendLoadError` that says what was being done.
 
-    KeyboardInterrupt passes: it is the user's.
+    KeyboardInterrupt passes, as it is the user's, and so do the types in `passing`.
     """
     try:
         yield
+    except passing:
+        raise
     except (Exception, SystemExit) as error:  # plugins raise anything: OSError, AttributeError, exits
         raise messages.load_failed(name, distribution, doing, error) from error
 

@@ -124,7 +124,9 @@ def shorten(value: object, limit: int = 80) -> str:
 
 
 def cause_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its text."""
+    """Return an exception's type and the first line of its text; for a failed load, those of what made it fail."""
+    while isinstance(error, BackendLoadError) and error.__cause__ is not None:
+        error = error.__cause__
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 

@@ -309,8 +309,13 @@ class BackendRegistry:
             BackendError: A different backend is registered under one of the names; none is added then.
         """
         name = getattr(module, "__name__", repr(module))
-        with plugin_code(name, None, "declaring its backends"):
-            declared = query_backends(module, HostInfo(version=_compat.core_version()))
+
+        def query() -> tuple[BackendDescriptor, ...]:
+            with plugin_code(name, None, "declaring its backends"):
+                return query_backends(module, HostInfo(version=_compat.core_version()))
+
+        # Asked once, so that registering a module again brings the very same descriptors and changes nothing.
+        declared = self._state.memo.get(("registered", name, id(module)), query)
         for descriptor in declared:
             if self._state.registered.get(descriptor.name, Backend(descriptor)) != Backend(descriptor):
                 raise BackendError(

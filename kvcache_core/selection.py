@@ -32,10 +32,10 @@ from kvcache_core.fit import Wishes
 from kvcache_core.loading import plugin_code
 from kvcache_core.names import AUTO, canonical
 from kvcache_core.options import validate_options
-from kvcache_core.plugin import Available, ProbeRequest, Unavailable
+from kvcache_core.plugin import Available, ProbeRequest, ProbeResult, Unavailable
 from kvcache_core.registry import Backend, BackendRegistry, get_registry
 
-__all__ = ["Rejected", "Selection", "State", "choose"]
+__all__ = ["Rejected", "Selection", "State", "choose", "probe"]
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def _examine(config: Wishes, registry: BackendRegistry, backend: Backend, reason
     fit.check_geometry(config, backend)
     options = _options(config, registry, backend)
     request = ProbeRequest(options=options, device=config.device, dtype=dtype, geometry=config.geometry)
-    device = _probe(registry, backend, request)
+    device = _usable_device(registry, backend, request)
     if load:
         registry.load(backend)
     return Selection(backend, options, device, dtype, block_size, reason)
@@ -162,27 +162,33 @@ def _examine(config: Wishes, registry: BackendRegistry, backend: Backend, reason
 def _options(config: Wishes, registry: BackendRegistry, backend: Backend) -> BaseModel:
     model = registry.options_model(backend)
     text_keys = {key for key in config.options if config.origin(f"options.{key}").startswith("environment")}
-    try:
+    with plugin_code(backend.name, backend.distribution, "validating its options", passing=(OptionsError,)):
         return validate_options(backend.descriptor, config.options, from_text=text_keys, model=model)
-    except OptionsError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise messages.load_failed(backend.name, backend.distribution, "validating its options", error) from error
 
 
-def _probe(registry: BackendRegistry, backend: Backend, request: ProbeRequest) -> str:
+def _usable_device(registry: BackendRegistry, backend: Backend, request: ProbeRequest) -> str:
     """Return the device the backend will use, or raise why it cannot run."""
-    probe = registry.probe(backend)
-    with plugin_code(backend.name, backend.distribution, "probing this machine"):
-        result = probe(request)
-        if not isinstance(result, Available | Unavailable):
-            raise TypeError(f"its probe must return Available or Unavailable, not {type(result).__name__}")
+    result = probe(registry, backend, request)
+    if isinstance(result, Available) and not fit.device_fits(request.device, result.device):
+        reason = f"it would use device {result.device!r}, not {request.device!r} as asked"
+        result = Unavailable(code="other-device", reason=reason)
     if isinstance(result, Unavailable):
         raise _unavailable(registry, backend, result)
-    if not fit.device_fits(request.device, result.device):
-        reason = f"it would use device {result.device!r}, not {request.device!r} as asked"
-        raise _unavailable(registry, backend, Unavailable(code="other-device", reason=reason))
     return result.device
+
+
+def probe(registry: BackendRegistry, backend: Backend, request: ProbeRequest) -> ProbeResult:
+    """Ask a backend whether it can run here.
+
+    Raises:
+        BackendLoadError: Its probe raises, or returns neither `Available` nor `Unavailable`.
+    """
+    ask = registry.probe(backend)
+    with plugin_code(backend.name, backend.distribution, "probing this machine"):
+        result = ask(request)
+        if isinstance(result, Available | Unavailable):
+            return result
+        raise TypeError(f"its probe must return Available or Unavailable, not {type(result).__name__}")
 
 
 def _unavailable(registry: BackendRegistry, backend: Backend, result: Unavailable) -> BackendUnavailableError:
@@ -311,7 +317,7 @@ def _rejection(item: Entry | Backend, error: KvCacheError, priority: int | None 
         state, reason = "unavailable", error.reason or reason
     elif isinstance(error, BackendLoadError):
         state = "broken"
-        reason = messages.cause_line(error.__cause__) if error.__cause__ else reason
+        reason = messages.cause_line(error)
     elif isinstance(error, IncompatibleBackendError) and isinstance(item, Backend):
         state, reason = "incompatible", messages.interface_mismatch(item.descriptor.interface) or reason
     return Rejected(item.name, _provider(item), state, reason, error, priority)

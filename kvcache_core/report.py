@@ -1,0 +1,261 @@
+"""What `kvcache doctor` finds out: every installed backend tried in a process of its own, and what is wrong.
+
+A plugin that hangs, exits or crashes while it is tried takes only that process with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from kvcache_core import _compat
+from kvcache_core.disabling import Disabled
+from kvcache_core.discovery import DiscoveryProblem, Entry
+from kvcache_core.messages import REPORTED_VARIABLES
+from kvcache_core.plugin import INTERFACE_VERSION
+from kvcache_core.registry import BackendRegistry, get_registry
+
+__all__ = ["BackendReport", "DoctorReport", "examine", "try_backend"]
+
+TrialState = Literal["available", "unavailable", "broken", "incompatible", "disabled"]
+
+_BAD_STATES = frozenset({"broken", "incompatible"})
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "SALT", "API_KEY")
+_PARALLEL = 4
+_TAIL_LINES = 4
+
+# Isolated mode, and the parent's own path before anything of ours is imported: the child sees the same
+# installation however the parent was started, and no module of the current directory.
+_BOOTSTRAP = (
+    "import sys, json; task = json.load(sys.stdin); sys.path[:] = task['path']; "
+    "from kvcache_core.trial import main; main(task)"
+)
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """One installed backend.
+
+    Attributes:
+        name: Its name.
+        qualified: `"distribution:name"`.
+        distribution: Who provides it, as METADATA spells it.
+        version: That distribution's version.
+        location: Where it is installed.
+        editable: Whether it is an editable install.
+        source: Where an editable install has its sources, or None.
+        module: Its plugin module.
+        state: `"available"`, `"unavailable"`, `"broken"`, `"incompatible"` or `"disabled"`.
+        code: A short stable word for the reason, or None.
+        reason: Why it is in this state, or what the probe found.
+        hint: What would help, or None.
+        interface: The interface version it is written for, such as `"1.0"`, or None when it could not be asked.
+        device: The device it would use, or None.
+        ambiguous: Whether another distribution provides a backend of this name.
+    """
+
+    name: str
+    qualified: str
+    distribution: str
+    version: str
+    location: str
+    editable: bool
+    source: str | None
+    module: str
+    state: TrialState
+    code: str | None = None
+    reason: str = ""
+    hint: str | None = None
+    interface: str | None = None
+    device: str | None = None
+    ambiguous: bool = False
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """The state of an installation; `to_json` is stable.
+
+    Attributes:
+        version: Version of kvcache-core.
+        interface: Interface version of kvcache-core.
+        python: Version of Python.
+        executable: Path of the interpreter.
+        platform: The operating system and machine.
+        backends: Every installed backend.
+        problems: What is wrong with the installed metadata.
+        environment: The variables that matter and are set, with secrets hidden.
+    """
+
+    version: str
+    interface: str
+    python: str
+    executable: str
+    platform: str
+    backends: tuple[BackendReport, ...] = ()
+    problems: tuple[DiscoveryProblem, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing that is installed is broken, incompatible or unreadable."""
+        return not any(backend.state in _BAD_STATES for backend in self.backends) and not any(
+            problem.breaks_plugin for problem in self.problems
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report in plain types."""
+        return {"healthy": self.healthy, **asdict(self)}
+
+
+def examine(
+    registry: BackendRegistry | None = None,
+    *,
+    timeout: float = 60.0,
+    environ: Mapping[str, str] | None = None,
+) -> DoctorReport:
+    """Try every installed backend and gather what is wrong.
+
+    Args:
+        registry: Where to look; the registry of this process when None.
+        timeout: Seconds each backend has.
+        environ: The environment; that of the process when None.
+    """
+    registry = registry or get_registry()
+    environ = os.environ if environ is None else environ
+    entries = registry.entries()
+    switched_off = Disabled.read(environ=environ)
+
+    def report(entry: Entry) -> BackendReport:
+        ban = switched_off.ban_on(entry)
+        if ban is not None:
+            findings: dict[str, Any] = {"state": "disabled", "reason": f"by {ban.word!r} in {ban.origin}"}
+        else:
+            findings = try_backend(entry, timeout=timeout)
+        return _report(entry, findings, ambiguous=len(registry.claims(entry.name)) > 1)
+
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        backends = tuple(pool.map(report, entries))
+    return DoctorReport(
+        version=_compat.core_version(),
+        interface=".".join(map(str, INTERFACE_VERSION)),
+        python=platform.python_version(),
+        executable=sys.executable,
+        platform=platform.platform(),
+        backends=backends,
+        problems=registry.problems,
+        environment=_relevant(environ),
+    )
+
+
+def _report(entry: Entry, findings: Mapping[str, Any], *, ambiguous: bool) -> BackendReport:
+    owner = entry.distribution
+    return BackendReport(
+        name=entry.name,
+        qualified=entry.qualified,
+        distribution=owner.name,
+        version=owner.version,
+        location=owner.location,
+        editable=owner.editable,
+        source=owner.source,
+        module=entry.module,
+        ambiguous=ambiguous,
+        **{key: value for key, value in findings.items() if key in BackendReport.__dataclass_fields__},
+    )
+
+
+def _relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: "(hidden)" if any(word in name.upper() for word in _SECRET) else value
+        for name, value in sorted(environ.items())
+        if any(fnmatchcase(name, pattern) for pattern in REPORTED_VARIABLES)
+    }
+
+
+# -- one backend in a process of its own -----------------------------------------------------------------
+
+
+def try_backend(entry: Entry, *, timeout: float, load: bool = True) -> dict[str, Any]:
+    """Describe, probe and load a backend in a child process.
+
+    Args:
+        entry: The backend.
+        timeout: Seconds it has.
+        load: Whether to import its storage when its probe says yes.
+
+    Returns:
+        `state`, `reason` and what else was learned; the fields of `BackendReport`, and `detail` of the probe.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvcache-") as folder:
+        answer, errors = Path(folder, "answer.json"), Path(folder, "stderr.txt")
+        task = {
+            "path": [str(each) for each in sys.path],
+            "answer": str(answer),
+            "backend": entry.qualified,
+            "load": load,
+        }
+        with errors.open("wb") as stderr:
+            outcome = _run(json.dumps(task), stderr, timeout)
+        if answer.exists():
+            findings: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+            return findings
+        said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL_LINES:]
+    return {
+        "state": "broken",
+        "code": "timeout" if outcome is None else "crashed",
+        "reason": "; ".join([_ending(outcome, timeout), *said]),
+    }
+
+
+def _run(task: str, stderr: IO[bytes], timeout: float) -> int | None:
+    """Run a trial; return its exit status, or None when it was killed for taking too long."""
+    try:
+        # A session of its own, so that what a plugin starts is killed with it.
+        child = subprocess.Popen(  # noqa: S603 - our own interpreter and a constant program
+            [sys.executable, "-I", "-c", _BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    except OSError as error:  # a frozen program has no interpreter to start
+        stderr.write(f"cannot start {sys.executable!r}: {error}".encode())
+        return -1
+    with child:
+        try:
+            child.communicate(task.encode(), timeout)
+        except subprocess.TimeoutExpired:
+            _kill(child)
+            return None
+    return child.returncode
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    if hasattr(os, "killpg"):
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it ended in the meantime
+            return
+    else:
+        child.kill()
+
+
+def _ending(outcome: int | None, timeout: float) -> str:
+    if outcome is None:
+        return f"it did not answer within {timeout:g} seconds"
+    if outcome < 0:
+        try:
+            return f"the process that tried it was killed by {signal.Signals(-outcome).name}"
+        except ValueError:  # a number that no signal has here
+            pass
+    return f"the process that tried it ended with status {outcome} before it could answer"

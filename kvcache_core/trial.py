@@ -1,0 +1,90 @@
+"""What runs in the child process in which `kvcache doctor` and `kvcache show` try a backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcache_core import messages
+from kvcache_core.errors import BackendLoadError, IncompatibleBackendError, KvCacheError, OptionsError
+from kvcache_core.loading import plugin_code
+from kvcache_core.options import validate_options
+from kvcache_core.plugin import Available, ProbeRequest
+from kvcache_core.registry import Backend, BackendRegistry
+from kvcache_core.selection import probe
+
+__all__ = ["main", "trial"]
+
+
+def main(task: Mapping[str, Any]) -> None:
+    """Try the backend that `task` names and leave the findings in the file it names.
+
+    The process ends at once, without the exit handlers and threads that a plugin may have left behind.
+    """
+    findings = trial(BackendRegistry(), task["backend"], load=task["load"])
+    answer = Path(task["answer"])
+    draft = answer.with_suffix(".part")
+    draft.write_text(json.dumps(findings), encoding="utf-8")
+    draft.replace(answer)  # all or nothing
+    os._exit(0)
+
+
+def trial(registry: BackendRegistry, name: str, *, load: bool) -> dict[str, Any]:
+    """Describe and probe a backend with its default options, and load it when it is available.
+
+    Returns:
+        `state`, `code`, `reason`, `hint`, `interface`, `device` and `detail`, as far as they are known.
+    """
+    findings: dict[str, Any] = {}
+    try:
+        backend = registry.describe(name)
+        findings["interface"] = ".".join(map(str, backend.descriptor.interface))
+        registry.require_interface(backend)
+        return {**findings, **_probed(registry, backend, load=load)}
+    except IncompatibleBackendError as error:
+        return {**findings, **_failure("incompatible", error)}
+    except BackendLoadError as error:
+        return {
+            **findings,
+            **_failure("broken", error),
+            "reason": f"{_first_line(error)}: {messages.cause_line(error)}",
+        }
+    except KvCacheError as error:
+        return {**findings, **_failure("broken", error)}
+
+
+def _probed(registry: BackendRegistry, backend: Backend, *, load: bool) -> dict[str, Any]:
+    model = registry.options_model(backend)
+    try:
+        with plugin_code(backend.name, backend.distribution, "validating its options", passing=(OptionsError,)):
+            options = validate_options(backend.descriptor, {}, model=model)
+    except OptionsError as error:
+        missing = ", ".join(path for path, _ in error.problems)
+        return {"state": "unavailable", "code": "needs-options", "reason": f"it cannot be tried without {missing}"}
+    result = probe(registry, backend, ProbeRequest(options=options, dtype=backend.descriptor.dtypes[0]))
+    if not isinstance(result, Available):
+        return {
+            "state": "unavailable",
+            "code": result.code,
+            "reason": result.reason,
+            "hint": result.hint or None,
+        }
+    if load:
+        registry.load(backend)
+    return {"state": "available", "device": result.device, "reason": result.detail, "detail": result.detail}
+
+
+def _failure(state: str, error: KvCacheError) -> dict[str, Any]:
+    return {
+        "state": state,
+        "code": type(error).__name__,
+        "reason": _first_line(error),
+        "hint": getattr(error, "hint", None),
+    }
+
+
+def _first_line(error: KvCacheError) -> str:
+    return str(error).splitlines()[0]
