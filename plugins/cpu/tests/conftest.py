@@ -109,7 +109,8 @@ class Driver:
                 got_key, got_value = self.storage.gather(sequence.slot, (), sequence.length, layer)
                 assert_same_bits(got_key, key)
                 assert_same_bits(got_value, value)
-        assert list(self.storage.audit()) == []
+        problems = list(self.storage.audit())
+        assert problems == [], problems
 
     def random_rows(self, num_tokens: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         dtype = getattr(torch, self.spec.dtype)

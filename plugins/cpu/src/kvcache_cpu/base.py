@@ -31,6 +31,7 @@ class Mapping:
         private: Whether its writes go to private pages instead of to the file.
         shared: Of a private mapping: it reads its first `shared` rows from the base.
         extent: Rows at and beyond this were never made writable, or were dropped.
+        strays: Of a private mapping: its last step may have added empty pages to the file up to this row.
     """
 
     base: Base
@@ -38,6 +39,7 @@ class Mapping:
     private: bool
     shared: int = 0
     extent: int = 0
+    strays: int = 0
 
     @property
     def length(self) -> int:
@@ -60,7 +62,7 @@ class Base:
         mappings: Everything that maps it.
         owner: The mapping whose writes go to the file, or None.
         frozen: Private mappings read the first `frozen` rows from the file.
-        filled: Rows of the file at and beyond this have no pages, but for the rest of a page in use.
+        filled: Rows of the file at and beyond this have no pages, but for the rest of the last page in use.
     """
 
     offset: int
@@ -74,6 +76,10 @@ class Base:
     def needed(self) -> int:
         """Rows of the file that somebody reads."""
         return self.frozen if self.owner is None else max(self.frozen, self.owner.extent)
+
+    def recount(self) -> None:
+        """Bring `frozen` up to date."""
+        self.frozen = max((mapping.shared for mapping in self.mappings if mapping.private), default=0)
 
     def needed_by_others(self, mapping: Mapping) -> int:
         """Rows of the file that mappings other than this one read."""
@@ -150,11 +156,12 @@ class Ledger:
             self.leave(mapping)
         elif base.owner is mapping:
             base.owner = None
-        mapping.base, mapping.private, mapping.shared = base, private, shared
+        mapping.base, mapping.private, mapping.shared, mapping.strays = base, private, shared, 0
         base.mappings.add(mapping)
         if not private:
             base.owner = mapping
-        self.trim(base)
+        base.recount()
+        base.filled = max(base.filled, base.needed)
 
     def leave(self, mapping: Mapping) -> None:
         """Take a mapping out of its base, and give back what only this mapping needed."""
@@ -177,7 +184,7 @@ class Ledger:
 
     def trim(self, base: Base) -> None:
         """Recount what is needed of a base, and give back the rest."""
-        base.frozen = max((mapping.shared for mapping in base.mappings if mapping.private), default=0)
+        base.recount()
         needed = base.needed
         if needed < base.filled:
             if needed == 0:
@@ -185,7 +192,7 @@ class Ledger:
             else:
                 for span in base.layout.rest(needed, base.filled, exact=self._scrub):
                     self.file.punch(base.offset + span.offset, span.length)
-        base.filled = needed
+        base.filled = max(needed, *(mapping.strays for mapping in base.mappings), 0)
 
     def retire(self) -> None:
         """Close the file once nothing maps it any more; no base may be taken afterwards."""

@@ -73,8 +73,8 @@ class MappedMemory(Memory[MappedSlot]):
                 self._try_to_own(source)
             shared = min(num_tokens, source.shared) if source.private else num_tokens
             fork = self._map(source.base, slot.capacity, private=True, shared=shared, extent=num_tokens)
-            for span in source.base.layout.rows(shared, num_tokens):
-                copy(source.address + span.offset, fork.mapping.address + span.offset, span.length)
+            if shared < num_tokens:
+                self._copy_rows(source, fork.mapping, shared, num_tokens)
             return fork
 
     @override
@@ -128,6 +128,7 @@ class MappedMemory(Memory[MappedSlot]):
             if mapping.private:
                 self._discard_rows(mapping, num_tokens)
             mapping.extent = num_tokens
+            mapping.strays = 0
             mapping.shared = min(mapping.shared, num_tokens)
             self._ledger.trim(mapping.base)
 
@@ -211,6 +212,14 @@ class MappedMemory(Memory[MappedSlot]):
             unmap(address, length)
             raise
 
+    def _copy_rows(self, source: Mapping, target: Mapping, start: int, stop: int) -> None:
+        """Copy rows to a private mapping of the same base."""
+        base = target.base
+        for span in base.layout.rows(start, stop):
+            copy(source.address + span.offset, target.address + span.offset, span.length)
+        base.filled = max(base.filled, stop)  # the stray pages; see `_expect_stray_pages`
+        self._ledger.trim(base)
+
     # -- pages the kernel adds to the file ---------------------------------------------------------------
 
     def _expect_stray_pages(self, slot: MappedSlot, num_rows: int, stop: int) -> None:
@@ -219,14 +228,15 @@ class MappedMemory(Memory[MappedSlot]):
         The kernel then makes two pages: the private copy, and an empty page of the file to copy from. These strays
         are given back once they exceed a page per run or 2 % of what the base holds, and at once after a bulk write.
         """
-        base = slot.mapping.base
-        needed, filled = base.needed, base.filled
-        allowed = max(base.layout.rows_per_page, needed // 50)
+        mapping, base = slot.mapping, slot.mapping.base
+        allowed = max(base.layout.rows_per_page, base.needed // 50)
+        mapping.strays = 0
         if num_rows > allowed:
             slot.writes_in_bulk = True
             return
-        if filled - needed > allowed:
+        if base.filled - base.needed > allowed:
             self._ledger.trim(base)
+        mapping.strays = stop
         base.filled = max(base.filled, stop)
 
     @override

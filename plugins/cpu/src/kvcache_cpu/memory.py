@@ -42,8 +42,7 @@ class Slot:
         keys: For each layer group a tensor `[layers, kv heads, room, head_dim]`.
         values: For each layer group a tensor `[layers, kv heads, room, value_head_dim]`.
         capacity: Tokens the sequence may ever hold.
-        views: What a step has cut out of `keys` and `values` last, or None. It goes with the slot, so that a
-            step that outlives its sequence does not hold the memory.
+        views: What the last step has cut out of `keys` and `values`, or None; cleared with the slot.
     """
 
     __slots__ = ("__weakref__", "capacity", "keys", "values", "views")

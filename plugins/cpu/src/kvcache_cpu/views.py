@@ -17,6 +17,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class StepViews:
     """One sequence's part of a step, layer by layer.
 
+    A step may outlive its sequence, or be followed by many others, and must not hold the memory then. So a slot
+    knows the views that were made last and clears them; those of an earlier step are cut again if need be.
+
     Attributes:
         slot: The sequence.
         num_new_tokens: Rows that the step adds.
@@ -34,6 +37,8 @@ class StepViews:
         self._stop = segment.stop
         self._targets: dict[int, Pair] = {}
         self._context: dict[int, Pair] = {}
+        if self.slot.views is not None:
+            self.slot.views.clear()
         self.slot.views = self
 
     def target(self, layer: int) -> Pair:
