@@ -23,7 +23,7 @@ from kvcache_core.pressure import PressureMonitor
 from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence, HandleState, unique_id
 from kvcache_core.stats import CacheHandleStats
-from kvcache_core.step import Part, Transaction
+from kvcache_core.step import Part, StepState, Transaction
 from kvcache_core.storage import Storage
 
 __all__ = ["SequenceStore"]
@@ -414,21 +414,21 @@ class SequenceStore:
     def finish(self, transaction: Transaction, *, keep: bool) -> None:
         """Commit a step, or undo it."""
         with self.locked():
-            if transaction.open:
+            if transaction.state == "open":
                 self._finish(transaction, keep=keep)
             elif keep:
-                raise HandleError("the step was undone by a reset; allocate again", reason="stale")
+                raise StepError(f"commit needs an open step; this one is {transaction.state}")
 
     def _finish(self, transaction: Transaction, *, keep: bool) -> None:
         if keep:
             self._commit(transaction)
         else:
-            self._end_step(transaction)
+            self._end_step(transaction, "aborted")
             self._undo(transaction.parts)
 
     @staticmethod
-    def _end_step(transaction: Transaction) -> None:
-        transaction.open = False
+    def _end_step(transaction: Transaction, state: StepState) -> None:
+        transaction.state = state
         for part in transaction.parts:
             part.sequence.transaction = None
 
@@ -452,7 +452,9 @@ class SequenceStore:
             sequence.version += 1
             sequence.touch()
             self.prefixes.publish(sequence)
-        self._end_step(transaction)
+        self._end_step(transaction, "committed")
+        if not shortened:
+            transaction.versions = transaction.current_versions()
         self.books.release(unneeded)
         for part, stop in shortened:
             self.books.scrub_tail(part.sequence.blocks, stop)
@@ -492,7 +494,7 @@ class SequenceStore:
             dropped = self._dropped.popleft()
             if not isinstance(dropped, Transaction):
                 self._reclaim(dropped)
-            elif dropped.open:
+            elif dropped.state == "open":
                 self._finish(dropped, keep=False)
 
     def _reclaim(self, sequence: CachedSequence) -> None:

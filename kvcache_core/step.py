@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvcache_core.batch import Batch, Segment
+from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, StepError
 from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence, token_array
+from kvcache_core.validation import show
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +36,26 @@ class Part(NamedTuple):
     token_ids: array[int] | None
 
 
-class Transaction:
-    """What it takes to finish or undo a step; survives a step object that was dropped."""
+StepState = Literal["open", "committed", "aborted"]
 
-    __slots__ = ("accepted", "open", "parts")
+
+class Transaction:
+    """What it takes to finish or undo a step; survives a step object that was dropped.
+
+    Attributes:
+        parts: The sequences' parts in packing order.
+        accepted: Index of a part -> how many of its new tokens a commit keeps; all of them where it is missing.
+        state: Whether it is open, committed or aborted.
+        versions: The sequences' versions right after a commit that kept every token, else None.
+    """
+
+    __slots__ = ("accepted", "parts", "state", "versions")
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
-        self.accepted: dict[int, int] = {}  # index of the part -> new tokens to keep
-        self.open = True
+        self.accepted: dict[int, int] = {}
+        self.state: StepState = "open"
+        self.versions: tuple[int, ...] | None = None
 
     @property
     def stops(self) -> list[int]:
@@ -52,10 +65,9 @@ class Transaction:
             stops[index] = self.parts[index].reservation.start + kept
         return stops
 
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether a commit keeps only some of the new tokens."""
-        return any(stop < part.reservation.stop for part, stop in zip(self.parts, self.stops, strict=True))
+    def current_versions(self) -> tuple[int, ...]:
+        """The sequences' versions now."""
+        return tuple([part.sequence.version for part in self.parts])
 
 
 def parse_new_tokens(new_tokens: NewTokens) -> tuple[int, array[int] | None]:
@@ -65,9 +77,7 @@ def parse_new_tokens(new_tokens: NewTokens) -> tuple[int, array[int] | None]:
         ShapeError: A negative count, a bool, or ids that are no flat sequence of 64-bit ints.
     """
     if isinstance(new_tokens, int):
-        if isinstance(new_tokens, bool) or new_tokens < 0:
-            raise ShapeError(f"a number of new tokens must be an int of at least 0, not {new_tokens!r}")
-        return new_tokens, None
+        return check_count("a number of new tokens", new_tokens), None
     ids = token_array(new_tokens)
     return len(ids), ids
 
@@ -98,8 +108,7 @@ class Step:
         self._shown = Batch(batch.segments, batch.block_size, batch.device)
         self._storage = manager.storage
         self._written: set[int] = set()
-        self._state: Literal["open", "committed", "aborted"] = "open"
-        self._versions: tuple[int, ...] | None = None  # of the sequences, while they can still be read
+        self._generation = manager.store.generation
 
     # -- what the step is over ---------------------------------------------------------------------------
 
@@ -114,9 +123,9 @@ class Step:
         return self._batch.num_tokens
 
     @property
-    def state(self) -> Literal["open", "committed", "aborted"]:
-        """Whether the step is open, committed or aborted."""
-        return self._state
+    def state(self) -> StepState:
+        """Whether the step is open, committed or aborted; a reset or close of the cache aborts it."""
+        return self._transaction.state
 
     @property
     def positions(self) -> torch.Tensor:
@@ -251,7 +260,9 @@ class Step:
         index = self._index(handle)
         most = self._batch.segments[index].num_new_tokens
         if type(num_tokens) is not int or not 0 <= num_tokens <= most:
-            raise ShapeError(f"accept takes 0 to {most} of this handle's new tokens, not {num_tokens!r}")
+            raise ShapeError(
+                f"accept takes an int from 0 to {most}, the new tokens of this handle, not {show(num_tokens)}"
+            )
         self._transaction.accepted[index] = num_tokens
 
     def commit(self) -> None:
@@ -268,18 +279,14 @@ class Step:
             raise StepError(
                 f"commit needs every layer written; missing: {_ranges(missing)}. Write them, or abort the step"
             )
-        transaction = self._transaction
+        store, transaction = self._manager.store, self._transaction
         try:
-            self._manager.store.finish(transaction, keep=True)
+            store.finish(transaction, keep=True)
         except BaseException:
             # The storage may have dropped rows of some handles already, so there is no second attempt.
-            self._state = "aborted"
-            if transaction.open:
-                self._manager.store.finish(transaction, keep=False)
+            if transaction.state == "open":
+                store.finish(transaction, keep=False)
             raise
-        self._state = "committed"
-        if not transaction.drops_tokens:
-            self._versions = tuple(part.sequence.version for part in transaction.parts)
 
     def abort(self) -> None:
         """Put lengths, tables and free counts back to what they were before the step.
@@ -288,7 +295,6 @@ class Step:
             StepError: The step is not open.
         """
         self._require_open("abort")
-        self._state = "aborted"
         self._manager.store.finish(self._transaction, keep=False)
 
     def __enter__(self) -> Step:
@@ -300,25 +306,27 @@ class Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._state != "open":
-            return
         if error_type is not None:
-            if self._transaction.open:  # else a reset or close has undone the step already
+            if self._can_abort:  # else there is nothing left to undo, and the caller's error is the one to show
                 self.abort()
-            return
+        elif self.state != "committed":
+            self._commit_or_abort()
+
+    def _commit_or_abort(self) -> None:
         try:
             self.commit()
         except StepError:
-            if self._state == "open":
+            if self._can_abort:
                 self.abort()
             raise
 
+    @property
+    def _can_abort(self) -> bool:
+        return self.state == "open" and self._manager.store.unusable is None
+
     def __del__(self) -> None:
-        transaction = getattr(self, "_transaction", None)
-        if transaction is None or not transaction.open or sys.is_finalizing():
-            return
-        if self._manager.store.unusable is None:  # else nothing of it is left to roll back here
-            self._manager.store.release_dropped(transaction)
+        if not sys.is_finalizing() and self._can_abort:
+            self._manager.store.release_dropped(self._transaction)
             warnings.warn(
                 "a step was dropped without commit() or abort(); it has been rolled back",
                 ResourceWarning,
@@ -327,31 +335,34 @@ class Step:
 
     def __repr__(self) -> str:
         names = ", ".join(part.sequence.request_id for part in self._transaction.parts)
-        return f"<Step {self._state}, {self.num_new_tokens} new tokens over [{names}]>"
+        return f"<Step {self.state}, {self.num_new_tokens} new tokens over [{names}]>"
 
     # -- checks ------------------------------------------------------------------------------------------
 
     def _require_open(self, operation: str) -> None:
-        if self._state != "open":
-            raise StepError(f"{operation} needs an open step; this one is {self._state}")
-        if not self._transaction.open:
-            raise HandleError(
-                f"{operation} is not possible: the cache was reset or closed during the step",
-                reason="closed" if self._manager.closed else "stale",
-            )
-        self._manager.store.require_usable()
+        self._require_current(operation)
+        if self._transaction.state != "open":
+            raise StepError(f"{operation} needs an open step; this one is {self.state}")
 
     def _require_readable(self, operation: str) -> None:
-        if self._state == "open":
-            self._require_open(operation)
-        elif self._state == "aborted":
+        self._require_current(operation)
+        transaction = self._transaction
+        if transaction.state == "open":
+            return
+        if transaction.state == "aborted":
             raise StepError(f"{operation} needs a step that was not aborted")
-        else:
-            self._manager.store.require_usable()
-            if self._versions is None:
-                raise StepError(f"{operation} is not possible any more: the commit has dropped tokens of this step")
-            if self._versions != tuple(part.sequence.version for part in self._transaction.parts):
-                raise StepError(f"{operation} is not possible any more: a handle of this step has changed since")
+        if transaction.versions is None:
+            raise StepError(f"{operation} is not possible any more: the commit has dropped tokens of this step")
+        if transaction.versions != transaction.current_versions():
+            raise StepError(f"{operation} is not possible any more: a handle of this step has changed since")
+
+    def _require_current(self, operation: str) -> None:
+        store = self._manager.store
+        store.require_usable()
+        if self._generation != store.generation:
+            raise HandleError(
+                f"{operation} is not possible: the cache was reset since the step began; begin another", reason="stale"
+            )
 
     def _written_producer(self, layer: int) -> int:
         """Return the layer whose K and V `layer` reads, if it was written in this step."""
@@ -367,7 +378,7 @@ class Step:
             if len(self._handles) != 1:
                 raise StepError(f"name a handle: this step has {len(self._handles)}")
             return 0
-        sequence = handle.sequence
+        sequence = getattr(handle, "sequence", None)
         for index, part in enumerate(self._transaction.parts):
             if part.sequence is sequence:
                 return index
