@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from kvcache_core.counts import check_count
 from kvcache_core.errors import ConfigError, ShapeError
-from kvcache_core.geometry import DTYPE_SIZES, CacheGeometry
+from kvcache_core.geometry import DTYPE_SIZES, CacheGeometry, check_dtype
 from kvcache_core.prefix import KeyValue, PrefixKey
+from kvcache_core.validation import show
 
 if TYPE_CHECKING:
     from kvcache_core.handle import KvCacheHandle
@@ -65,14 +67,20 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
             raise TypeError("bytes are no token ids")
         return array("q", values)
     except (TypeError, OverflowError) as error:
-        raise ShapeError(
-            f"token ids must be a flat sequence of 64-bit ints, not {_brief(token_ids)} ({error})"
-        ) from None
+        raise ShapeError(f"token ids must be a flat sequence of 64-bit ints, not {show(token_ids)} ({error})") from None
 
 
-def _brief(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
+def check_request_id(request_id: object) -> None:
+    """Raise ShapeError unless `request_id` is a name for a sequence, or None."""
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise ShapeError(f"request_id must be a string with at least one character, not {show(request_id)}")
+
+
+def _dtype_name(dtype: object) -> str | None:
+    try:
+        return None if dtype is None else check_dtype(dtype)
+    except ValueError as error:
+        raise ShapeError(f"dtype {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +120,12 @@ class AllocationRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", tuple(token_array(self.token_ids)))
         for name in ("num_tokens", "max_sequence_length", "num_layers", "num_heads", "head_dim"):
-            value = getattr(self, name)
-            least = 0 if name == "num_tokens" else 1
-            if value is not None and (type(value) is not int or value < least):
-                raise ShapeError(f"{name} must be an int of at least {least}, not {value!r}")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), least=0 if name == "num_tokens" else 1)
         if type(self.priority) is not int:
-            raise ShapeError(f"priority must be an int, not {self.priority!r}")
-        if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
-            raise ShapeError(f"request_id must be a string with at least one character, not {self.request_id!r}")
+            raise ShapeError(f"priority must be an int, not {show(self.priority)}")
+        check_request_id(self.request_id)
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
 
     def prefix_key(self, namespace: KeyValue) -> PrefixKey:
         """What cached blocks of this prompt depend on besides its tokens, in the cache of `namespace`."""
@@ -139,8 +145,9 @@ class AllocationRequest:
 
         Raises:
             ConfigError: Neither a geometry nor all of num_layers, num_heads and head_dim is given.
+            ShapeError: A cache cannot be stored in `dtype`.
         """
-        name = dtype or (str(self.dtype).removeprefix("torch.") if self.dtype is not None else None)
+        name = _dtype_name(dtype) or self.dtype
         if geometry is not None:
             return self.initial_tokens * geometry.bytes_per_token(name)
         if self.num_layers is None or self.num_heads is None or self.head_dim is None:

@@ -21,7 +21,7 @@ from kvcache_core.prefix import PrefixKey
 from kvcache_core.prefix_cache import PrefixCache, PrefixHit, PrefixSettings
 from kvcache_core.pressure import PressureMonitor
 from kvcache_core.reservation import Reservation
-from kvcache_core.sequence import CachedSequence, HandleState, unique_id
+from kvcache_core.sequence import CachedSequence, HandleState, check_request_id, unique_id
 from kvcache_core.stats import CacheHandleStats
 from kvcache_core.step import Part, StepState, Transaction
 from kvcache_core.storage import Storage
@@ -591,6 +591,7 @@ class SequenceStore:
                 stack.callback(self._finish, transaction, keep=False)
 
     def _unused_name(self, request_id: str | None) -> str:
+        check_request_id(request_id)
         if request_id is None:
             return unique_id("request")
         if request_id in self.live:

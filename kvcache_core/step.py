@@ -325,7 +325,7 @@ class Step:
         return self.state == "open" and self._manager.store.unusable is None
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and self._can_abort:
+        if not sys.is_finalizing() and hasattr(self, "_transaction") and self._can_abort:
             self._manager.store.release_dropped(self._transaction)
             warnings.warn(
                 "a step was dropped without commit() or abort(); it has been rolled back",

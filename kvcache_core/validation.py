@@ -90,7 +90,10 @@ def show(value: Any) -> str:
     """The user's own value as it appears in a message, cut where it is long."""
     if isinstance(value, int) and value.bit_length() > 8 * _SHOWN_CHARACTERS:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones
-    text = repr(value)
+    try:
+        text = " ".join(repr(value).splitlines())
+    except Exception:  # noqa: BLE001 - a value that cannot be printed is still the one to complain about
+        return f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
