@@ -308,7 +308,7 @@ class CacheGeometry(FrozenModel):
             ShapeError: It is not an int in `[0, num_layers)`.
         """
         if type(layer) is not int or not 0 <= layer < self.num_layers:
-            raise ShapeError(f"layer must be an int from 0 to {self.num_layers - 1}, not {layer!r}")
+            raise ShapeError(f"layer must be an int from 0 to {self.num_layers - 1}, not {show(layer)}")
         return layer
 
     def layer_spec(self, layer: int) -> LayerSpec | None:

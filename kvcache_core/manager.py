@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
+from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
 from kvcache_core.eviction import CacheEvictionPolicy, LruPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
@@ -201,8 +202,7 @@ class KvCacheManager:
             StepError: The handle is part of an open step.
             HandleError: The handle is invalid or foreign, or no live sequence has this id.
         """
-        if type(num_tokens) is not int or num_tokens < 0:
-            raise ShapeError(f"num_tokens must be an int of at least 0, not {num_tokens!r}")
+        check_count("num_tokens", num_tokens)
         if isinstance(handle, str):
             with self.store.locked():
                 sequence = self.store.find(handle)

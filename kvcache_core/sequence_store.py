@@ -25,6 +25,7 @@ from kvcache_core.sequence import CachedSequence, HandleState, check_request_id,
 from kvcache_core.stats import CacheHandleStats
 from kvcache_core.step import Part, StepState, Transaction
 from kvcache_core.storage import Storage
+from kvcache_core.validation import show
 
 __all__ = ["SequenceStore"]
 
@@ -197,7 +198,7 @@ class SequenceStore:
             if target.num_tokens or target is source:
                 raise ShapeError(f"{target.request_id!r} must be another sequence, and empty, to take over a prefix")
             if type(num_tokens) is not int or not 0 <= num_tokens <= most:
-                raise ShapeError(f"share_prefix takes an int from 0 to {most} tokens, not {num_tokens!r}")
+                raise ShapeError(f"share_prefix takes an int from 0 to {most} tokens, not {show(num_tokens)}")
             size = self.books.block_size
             used = blocks_for(num_tokens, size)
             shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
@@ -278,7 +279,7 @@ class SequenceStore:
         with self.locked():
             self.require_changeable(sequence, "extend")
             stop = sequence.num_tokens + num_tokens
-            self._require_length(stop, sequence.max_tokens)
+            self._require_length(stop, sequence.max_tokens, held=len(sequence.blocks))
             missing = blocks_for(stop, self.books.block_size) - len(sequence.blocks)
             if missing > 0:
                 sequence.blocks += self.books.take(missing, purpose=f"to extend by {num_tokens} tokens")
@@ -289,7 +290,7 @@ class SequenceStore:
             self.require_changeable(sequence, "truncate")
             if type(num_tokens) is not int or not 0 <= num_tokens <= sequence.num_tokens:
                 raise ShapeError(
-                    f"truncate takes an int from 0 to {sequence.num_tokens}, the tokens stored, not {num_tokens!r}"
+                    f"truncate takes an int from 0 to {sequence.num_tokens}, the tokens stored, not {show(num_tokens)}"
                 )
             self.storage.truncate(sequence.slot, num_tokens)
             self._cut(sequence, num_tokens)
@@ -389,7 +390,7 @@ class SequenceStore:
                 self.require_changeable(sequence, "begin a step with")
                 self.prefixes.deduplicate(sequence)
                 start = sequence.num_tokens
-                self._require_length(start + count, sequence.max_tokens)
+                self._require_length(start + count, sequence.max_tokens, held=len(sequence.blocks))
                 parts.append(Part(sequence, Reservation(self.books, sequence, start, start + count), token_ids))
             needed = sum(part.reservation.needed for part in parts)
             tokens = sum(count for _, count, _ in wanted)
@@ -601,12 +602,12 @@ class SequenceStore:
             )
         return request_id
 
-    def _require_length(self, num_tokens: int, max_tokens: int) -> None:
+    def _require_length(self, num_tokens: int, max_tokens: int, *, held: int = 0) -> None:
         if num_tokens > max_tokens:
             free = self.books.allocator.free_block_count
             raise CacheFullError(
                 f"{num_tokens} tokens are more than the {max_tokens} that this sequence may hold",
-                needed=blocks_for(num_tokens, self.books.block_size),
+                needed=max(0, blocks_for(num_tokens, self.books.block_size) - held),
                 free=free,
                 hint="raise max_sequence_length (and the budget, if it is less), or shorten the prompt",
             )
