@@ -294,20 +294,22 @@ def incompatible(
     this = f"this kvcache-core {core_version}".rstrip()
     older = interface < core
     hint = _upgrade(name, distribution) if older else "pip install -U kvcache-core"
-    details = [f"Upgrade the {'plugin:  ' if older else 'core:    '} {hint}"] if hint else []
+    ways = {f"Upgrade the {'plugin' if older else 'core'}:": hint} if hint else {}
     if older and core_version:
         # Where package and interface share their major, the major says it; otherwise any earlier release may do.
-        bound = str(core[0]) if core_version.split(".", maxsplit=1)[0] == str(core[0]) else core_version
-        details.append(f'Or keep the old core: pip install "kvcache-core<{bound}"')
+        major = core_version.partition(".")[0]
+        bound = major if major == str(core[0]) else core_version
+        ways["Or keep the old core:"] = f'pip install "kvcache-core<{bound}"'
     if not older and distribution:
-        details.append(f'Or keep an older plugin: pip install "{distribution.name}<{distribution.version}"')
+        ways["Or keep an older plugin:"] = f'pip install "{distribution.name}<{distribution.version}"'
+    width = max(map(len, ways), default=0)
     return IncompatibleBackendError(
         f"backend {label(name, distribution)} implements interface {_version(interface)}, "
         f"{this} needs {core[0]}.x (up to {_version(core)})",
         backend=name,
         distribution=distribution.name if distribution else None,
         hint=hint,
-        details=details,
+        details=[f"{way:<{width}} {command}" for way, command in ways.items()],
     )
 
 

@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_json
 
 from kvcache_core.errors import OptionsError
-from kvcache_core.frozen import thaw
 from kvcache_core.loading import import_target
 from kvcache_core.plugin import BackendDescriptor
 from kvcache_core.validation import KeyPath, alternatives, did_you_mean, phrase, show
@@ -49,13 +48,13 @@ def validate_options(
         target = descriptor.options
         model = import_target(target) if isinstance(target, str) else target
     text_keys = set(raw) if from_text is True else set(from_text or ())
-    given = {key: _read(model, key, value) if key in text_keys else value for key, value in thaw(raw).items()}
-    problems = dict(_unknown_options(model, given, ()))
+    given = {key: _read(model, key, value) if key in text_keys else value for key, value in raw.items()}
     try:
         # By way of JSON, whose strict mode takes what a file can say: a list for a tuple, text for an enum or a path.
-        document = to_json(given, inf_nan_mode="constants")
+        document = _to_json(given)
     except ValueError:
-        raise _options_error(descriptor.name, {**problems, **dict(_not_plain(given))}) from None
+        raise _options_error(descriptor.name, dict(_not_plain(given))) from None
+    problems = dict(_unknown_options(model, given, ()))
     try:
         validated = model.model_validate_json(document, strict=True)
     except ValidationError as error:
@@ -153,10 +152,21 @@ def _refusal(error: Any) -> str:
     return phrase(error)
 
 
+def _to_json(given: Mapping[str, Any]) -> bytes:
+    """Serialise options; ValueError where they hold something no file could hold, or themselves."""
+    return to_json(given, inf_nan_mode="constants", fallback=_plain_table)
+
+
+def _plain_table(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError(f"{type(value).__name__} is not plain data")
+
+
 def _not_plain(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in given.items():
         try:
-            to_json({key: value})
+            _to_json({key: value})
         except ValueError:
             yield (
                 _dotted((key,)),
