@@ -259,7 +259,7 @@ class KvCacheManager:
         check_named_once(handles)
         transaction = self.store.reserve(wanted)
         try:
-            batch = make_batch(transaction.parts, self.block_size, self.storage.device)
+            batch = make_batch(transaction.parts, self.storage)
             batch.plan = self.storage.plan(batch)
         except BaseException:
             self.store.finish(transaction, keep=False)

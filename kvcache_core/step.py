@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvcache_core.handle import KvCacheHandle
     from kvcache_core.manager import KvCacheManager
+    from kvcache_core.storage import Storage
 
 __all__ = ["NewTokens", "Step", "Transaction"]
 
@@ -105,7 +106,7 @@ class Step:
         self._transaction = transaction
         self._batch = batch
         # Index tensors for the caller, who may change what it is given; the storage reads the ones of `batch`.
-        self._shown = Batch(batch.segments, batch.block_size, batch.device)
+        self._shown = Batch(batch.segments, batch.block_size, batch.device, batch.upload)
         self._storage = manager.storage
         self._written: set[int] = set()
         self._generation = manager.store.generation
@@ -429,7 +430,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(parts)
 
 
-def make_batch(parts: Iterable[Part], block_size: int, device: torch.device) -> Batch:
+def make_batch(parts: Iterable[Part], storage: Storage) -> Batch:
     """Lay the parts of a step out in packing order."""
     segments = []
     row = 0
@@ -438,7 +439,7 @@ def make_batch(parts: Iterable[Part], block_size: int, device: torch.device) -> 
         blocks = tuple(part.sequence.blocks)
         segments.append(Segment(part.sequence.slot, blocks, reservation.start, reservation.stop, row))
         row += reservation.stop - reservation.start
-    return Batch(segments, block_size, device)
+    return Batch(segments, storage.spec.block_size, storage.device, storage.upload)
 
 
 def check_named_once(handles: Iterable[KvCacheHandle]) -> None:

@@ -196,6 +196,13 @@ class Storage(ABC):
 
     # -- data --------------------------------------------------------------------------------------------
 
+    def upload(self, indices: torch.Tensor) -> torch.Tensor:
+        """Bring an index tensor of a step from the host to the device.
+
+        A device that can copy without making the host wait overrides it; the host tensor may be given up at once.
+        """
+        return indices.to(self.device)
+
     def plan(self, batch: Batch) -> Any:
         """Prepare what all layers of a step share; the result is kept as `batch.plan`."""
         return None
