@@ -1,164 +1,27 @@
-"""A driver that does to a storage what core does, and remembers in plain tensors what every sequence must hold."""
+"""Fixtures: drivers of both kinds of memory, shut down after each test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from kvcache_core.geometry import CacheGeometry, LayerGroup
-from kvcache_core.storage import Batch, Segment, StorageSpec
 
-from kvcache_cpu.options import CpuOptions
+from kvcache_core.geometry import CacheGeometry
 from kvcache_cpu.pages import mapping_fault
-from kvcache_cpu.storage import CpuStorage
-
-#: Rows of 96, 32 and 256 bytes in float32: they fill a page exactly, and do not.
-MIXED = CacheGeometry(
-    num_layers=4,
-    groups=(
-        LayerGroup(layers=(0, 2), num_kv_heads=2, head_dim=24, value_head_dim=8),
-        LayerGroup(layers=(3,), num_kv_heads=1, head_dim=64),
-    ),
-)
+from plugins.cpu.tests.driver import MIXED, Driver, MakeDriver
 
 
-def kinds() -> list[Any]:
-    mapped = pytest.mark.skipif(mapping_fault() is not None, reason=str(mapping_fault()))
-    return [pytest.param("mapped", marks=mapped), "heap"]
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A sequence under test: its slot, and the rows of each layer that it must hold."""
-
-    slot: Any
-    rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
-
-    @property
-    def length(self) -> int:
-        return next(iter(self.rows.values()))[0].shape[0]
-
-
-class Driver:
-    """Drives one storage through the protocol."""
-
-    def __init__(self, kind: str, geometry: CacheGeometry, **changes: Any) -> None:
-        settings: dict[str, Any] = {
-            "block_size": 16,
-            "num_blocks": 100_000,
-            "max_sequence_length": 1000,
-            "dtype": "float32",
-            "device": "cpu",
-            "options": CpuOptions(memory=kind),
-        }
-        self.spec = StorageSpec(geometry=geometry, **{**settings, **changes})
-        self.storage = CpuStorage(self.spec)
-        self.generator = torch.Generator().manual_seed(0)
-
-    # -- operations --------------------------------------------------------------------------------------
-
-    def open(self, max_tokens: int | None = None) -> Sequence:
-        return Sequence(self.storage.open(max_tokens or self.spec.max_sequence_length), self.random_rows(0))
-
-    def append(self, sequence: Sequence, num_tokens: int) -> None:
-        self.write({sequence: self.random_rows(num_tokens)})
-
-    def write(self, new: dict[Sequence, dict[int, tuple[torch.Tensor, torch.Tensor]]]) -> Batch:
-        batch = self.begin({sequence: next(iter(rows.values()))[0].shape[0] for sequence, rows in new.items()})
-        for layer in self.spec.geometry.caching_layers:
-            key = torch.cat([rows[layer][0] for rows in new.values()])
-            value = torch.cat([rows[layer][1] for rows in new.values()])
-            self.storage.write(batch, layer, key, value)
-        for sequence, rows in new.items():
-            for layer, (key, value) in sequence.rows.items():
-                sequence.rows[layer] = (torch.cat([key, rows[layer][0]]), torch.cat([value, rows[layer][1]]))
-        return batch
-
-    def begin(self, new_tokens: dict[Sequence, int]) -> Batch:
-        segments = []
-        row = 0
-        for sequence, count in new_tokens.items():
-            start = sequence.length
-            self.storage.reserve(sequence.slot, (), start, start + count, ())
-            segments.append(Segment(sequence.slot, (), start, start + count, row))
-            row += count
-        batch = Batch(segments, self.spec.block_size, self.storage.device)
-        batch.plan = self.storage.plan(batch)
-        return batch
-
-    def fork(self, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
-        count = sequence.length if num_tokens is None else num_tokens
-        slot = self.storage.fork(sequence.slot, count)
-        return Sequence(slot, {layer: (k[:count], v[:count]) for layer, (k, v) in sequence.rows.items()})
-
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        self.storage.truncate(sequence.slot, num_tokens)
-        sequence.rows = {layer: (k[:num_tokens], v[:num_tokens]) for layer, (k, v) in sequence.rows.items()}
-
-    def close(self, sequence: Sequence) -> None:
-        self.storage.close(sequence.slot)
-
-    # -- what must hold ----------------------------------------------------------------------------------
-
-    def check(self, *sequences: Sequence) -> None:
-        for sequence in sequences:
-            for layer, (key, value) in sequence.rows.items():
-                got_key, got_value = self.storage.gather(sequence.slot, (), sequence.length, layer)
-                assert_same_bits(got_key, key)
-                assert_same_bits(got_value, value)
-        problems = list(self.storage.audit())
-        assert problems == [], problems
-
-    def random_rows(self, num_tokens: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        dtype = getattr(torch, self.spec.dtype)
-        rows = {}
-        for group in self.spec.geometry.groups:
-            for layer in group.layers:
-                rows[layer] = (
-                    self._random(num_tokens, group.num_kv_heads, group.head_dim).to(dtype),
-                    self._random(num_tokens, group.num_kv_heads, group.value_head_dim).to(dtype),
-                )
-        return rows
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
-
-    def attend(
-        self, batch: Batch, layer: int, query: torch.Tensor, scale: float = 0.3, window: int | None = None
-    ) -> torch.Tensor:
-        return self.storage.attend(batch, layer, query, scale, window)
-
-
-def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Compare bit by bit: NaN payloads, signed zeros and subnormals included."""
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[want.itemsize]
-    assert torch.equal(got.contiguous().view(integer), want.contiguous().view(integer))
-
-
-MakeDriver = Callable[..., Driver]
-
-
-@pytest.fixture(params=kinds())
+@pytest.fixture(params=["mapped", "heap"])
 def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "mapped" and mapping_fault() is not None:
+        pytest.skip(str(mapping_fault()))
     return str(request.param)
 
 
 @pytest.fixture
 def make_driver(kind: str) -> Iterator[MakeDriver]:
-    drivers = []
-
-    def make(geometry: CacheGeometry = MIXED, **changes: Any) -> Driver:
-        drivers.append(Driver(kind, geometry, **changes))
-        return drivers[-1]
-
-    yield make
-    for driver in drivers:
-        driver.storage.shutdown()
+    yield from _drivers(kind)
 
 
 @pytest.fixture
@@ -170,10 +33,19 @@ def driver(make_driver: MakeDriver) -> Driver:
 def mapped_driver() -> Iterator[MakeDriver]:
     if mapping_fault() is not None:
         pytest.skip(str(mapping_fault()))
-    drivers = []
+    yield from _drivers("mapped")
+
+
+@pytest.fixture
+def heap_driver() -> Iterator[MakeDriver]:
+    yield from _drivers("heap")
+
+
+def _drivers(kind: str) -> Iterator[MakeDriver]:
+    drivers: list[Driver] = []
 
     def make(geometry: CacheGeometry = MIXED, **changes: Any) -> Driver:
-        drivers.append(Driver("mapped", geometry, **changes))
+        drivers.append(Driver(kind, geometry, **changes))
         return drivers[-1]
 
     yield make

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import ReferenceType
 
 import torch
 
@@ -35,6 +36,13 @@ class SlotMemory:
     writes_in_place: bool
 
 
+class Clearable(Protocol):
+    """Something that holds tensors and can let go of them."""
+
+    def clear(self) -> None:
+        """Let go."""
+
+
 class Slot:
     """The memory of one sequence.
 
@@ -42,7 +50,7 @@ class Slot:
         keys: For each layer group a tensor `[layers, kv heads, room, head_dim]`.
         values: For each layer group a tensor `[layers, kv heads, room, value_head_dim]`.
         capacity: Tokens the sequence may ever hold.
-        views: What the last step has cut out of `keys` and `values`, or None; cleared with the slot.
+        views: Refers to what the last step has cut out of `keys` and `values`, or None.
     """
 
     __slots__ = ("__weakref__", "capacity", "keys", "values", "views")
@@ -51,14 +59,18 @@ class Slot:
         self.capacity = capacity
         self.keys: tuple[torch.Tensor, ...] = ()
         self.values: tuple[torch.Tensor, ...] = ()
-        self.views: Any = None
+        self.views: ReferenceType[Clearable] | None = None
 
     def drop(self) -> None:
         """Let go of the memory."""
         self.keys = self.values = ()
-        if self.views is not None:
-            self.views.clear()
-            self.views = None
+        self.clear_views()
+
+    def clear_views(self) -> None:
+        """Have the last step let go of the memory too, which may outlive the sequence."""
+        views = None if self.views is None else self.views()
+        if views is not None:
+            views.clear()
 
 
 SlotT = TypeVar("SlotT", bound=Slot)

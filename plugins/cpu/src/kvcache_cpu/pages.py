@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import sys
+import weakref
 from functools import cache
 from typing import Any
 
@@ -129,7 +130,8 @@ class PageFile:
         self.fd = _memory_file(name)
         self._pid = os.getpid()
         self._size = 0
-        self._closed = False
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._close.atexit = False
         self._free: dict[int, list[int]] = {}
 
     def take(self, length: int) -> int:
@@ -159,13 +161,11 @@ class PageFile:
     @property
     def committed(self) -> int:
         """Bytes of memory the file takes now; 0 once it is closed."""
-        return 0 if self._closed else os.fstat(self.fd).st_blocks * 512
+        return os.fstat(self.fd).st_blocks * 512 if self._close.alive else 0
 
     def close(self) -> None:
         """Close the descriptor. Mappings stay, so whoever needs `punch` closes after the last is gone."""
-        if not self._closed:
-            self._closed = True
-            os.close(self.fd)
+        self._close()
 
 
 def _memory_file(name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from weakref import ref
 
 import torch
 
@@ -26,7 +27,17 @@ class StepViews:
         in_bulk: The memory wants to hear of each layer's write.
     """
 
-    __slots__ = ("_context", "_geometry", "_start", "_stop", "_targets", "in_bulk", "num_new_tokens", "slot")
+    __slots__ = (
+        "__weakref__",
+        "_context",
+        "_geometry",
+        "_start",
+        "_stop",
+        "_targets",
+        "in_bulk",
+        "num_new_tokens",
+        "slot",
+    )
 
     def __init__(self, segment: Segment, geometry: CacheGeometry, *, in_bulk: bool) -> None:
         self.slot: Slot = segment.slot
@@ -37,9 +48,8 @@ class StepViews:
         self._stop = segment.stop
         self._targets: dict[int, Pair] = {}
         self._context: dict[int, Pair] = {}
-        if self.slot.views is not None:
-            self.slot.views.clear()
-        self.slot.views = self
+        self.slot.clear_views()
+        self.slot.views = ref(self)
 
     def target(self, layer: int) -> Pair:
         """Where the new rows of a layer go: K `[new tokens, kv heads, head_dim]`, and V."""
