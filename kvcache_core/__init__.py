@@ -23,6 +23,7 @@ from kvcache_core.errors import (
     StepError,
     UnknownBackendError,
     UnsupportedError,
+    WouldCopy,
 )
 from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
 from kvcache_core.handle import KvCacheHandle
@@ -71,5 +72,6 @@ __all__ = [
     "StepError",
     "UnknownBackendError",
     "UnsupportedError",
+    "WouldCopy",
     "open_cache",
 ]

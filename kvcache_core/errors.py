@@ -16,7 +16,8 @@ KvCacheError
 ├─ CacheFullError(MemoryError)                    .needed .free .evictable .hint
 ├─ HandleError(RuntimeError)                      .reason
 ├─ ShapeError(ValueError)
-└─ StepError(RuntimeError)
+├─ StepError(RuntimeError)
+└─ WouldCopy(BufferError)                         .export .reason
 ```
 
 The first line of every message stands alone in a log and says what to do; details follow, indented.
@@ -48,6 +49,7 @@ __all__ = [
     "StepError",
     "UnknownBackendError",
     "UnsupportedError",
+    "WouldCopy",
 ]
 
 
@@ -259,6 +261,20 @@ class ShapeError(KvCacheError, ValueError):
 
 class StepError(KvCacheError, RuntimeError):
     """A step was used out of order, or a handle was changed while it is part of an open step."""
+
+
+class WouldCopy(KvCacheError, BufferError):
+    """An export that shares memory is not possible: the data does not lie as its reader needs it.
+
+    Attributes:
+        export: The export's name, such as `"flashinfer"`.
+        reason: Why it would take a copy, as a phrase.
+    """
+
+    def __init__(self, message: str, *, export: str, reason: str, details: Iterable[str] = ()) -> None:
+        super().__init__(message, details=details)
+        self.export = export
+        self.reason = reason
 
 
 class KvCacheWarning(UserWarning):

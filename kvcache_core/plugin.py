@@ -102,20 +102,30 @@ class ProbeRequest:
         device: Device by torch's name, or `"auto"`.
         dtype: Stored dtype by torch's name.
         geometry: What would be cached.
+        block_size: Tokens per block that the configuration asks for, or None when it leaves them open.
     """
 
     options: Any
     device: str = "auto"
     dtype: str = "float32"
     geometry: CacheGeometry | None = None
+    block_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Available:
-    """Yes. `device` is the concrete device that would be used; `detail` a phrase for reports."""
+    """Yes.
+
+    Attributes:
+        device: The concrete device that would be used.
+        detail: A phrase for reports.
+        block_size: Tokens per block to use when the configuration leaves them open, where the descriptor's
+            default does not suit what was found here.
+    """
 
     device: str
     detail: str = ""
+    block_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,11 +152,19 @@ def _examine(config: Wishes, registry: BackendRegistry, backend: Backend, reason
     block_size = fit.block_size_for(config, backend)
     fit.check_geometry(config, backend)
     options = _options(config, registry, backend)
-    request = ProbeRequest(options=options, device=config.device, dtype=dtype, geometry=config.geometry)
-    device = _usable_device(registry, backend, request)
+    request = ProbeRequest(
+        options=options,
+        device=config.device,
+        dtype=dtype,
+        geometry=config.geometry,
+        block_size=None if isinstance(config.block_size, str) else block_size,
+    )
+    found = _usable(registry, backend, request)
     if load:
         registry.load(backend)
-    return Selection(backend, options, device, dtype, block_size, reason)
+    if request.block_size is None and found.block_size is not None:
+        block_size = found.block_size
+    return Selection(backend, options, found.device, dtype, block_size, reason)
 
 
 def _options(config: Wishes, registry: BackendRegistry, backend: Backend) -> BaseModel:
@@ -166,15 +174,15 @@ def _options(config: Wishes, registry: BackendRegistry, backend: Backend) -> Bas
         return validate_options(backend.descriptor, config.options, from_text=text_keys, model=model)
 
 
-def _usable_device(registry: BackendRegistry, backend: Backend, request: ProbeRequest) -> str:
-    """Return the device the backend will use, or raise why it cannot run."""
+def _usable(registry: BackendRegistry, backend: Backend, request: ProbeRequest) -> Available:
+    """Return what the backend's probe found, or raise why it cannot run."""
     result = probe(registry, backend, request)
     if isinstance(result, Available) and not fit.device_fits(request.device, result.device):
         reason = f"it would use device {result.device!r}, not {request.device!r} as asked"
         result = Unavailable(code="other-device", reason=reason)
     if isinstance(result, Unavailable):
         raise _unavailable(registry, backend, result)
-    return result.device
+    return result
 
 
 def probe(registry: BackendRegistry, backend: Backend, request: ProbeRequest) -> ProbeResult:

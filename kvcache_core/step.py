@@ -158,6 +158,16 @@ class Step:
         """Packed row of each sequence's last new token, int64 `[handles]`; -1 where it has none."""
         return self._shown.last_token_index
 
+    @property
+    def batch(self) -> Batch:
+        """The step as the storage sees it, for what a backend offers of its own; nobody may change it.
+
+        Raises:
+            StepError: The step was aborted, or is over and its handles have changed.
+        """
+        self._require_readable("reading its batch")
+        return self._batch
+
     # -- data --------------------------------------------------------------------------------------------
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -182,6 +192,29 @@ class Step:
         value = self._checked(layer, "value", value, (rows, heads, spec.value_head_dim))
         self._storage.write(self._batch, layer, key, value)
         self._written.add(layer)
+
+    def mark_written(self, *layers: int) -> None:
+        """Note that the caller has stored the new tokens of these layers himself, with a kernel or a captured graph.
+
+        Nothing checks that: rows that were not stored hold whatever was there before.
+
+        Args:
+            layers: Layers that cache K and V of their own, not yet written; every such layer when none is named.
+
+        Raises:
+            UnsupportedError: The backend lets nobody else write to its memory.
+            ShapeError: A layer caches nothing of its own.
+            StepError: The step is not open, or a layer was already written.
+        """
+        self._require_open("mark_written")
+        if not any(name.startswith("export.") for name in self._storage.capabilities):
+            self._manager.require_capability("graph_capture")
+        unwritten = [layer for layer in self._manager.geometry.caching_layers if layer not in self._written]
+        for layer in layers:
+            self._manager.own_spec(layer)
+            if layer not in unwritten:
+                raise StepError(f"layer {layer} was already written in this step; each layer is written once")
+        self._written.update(layers or unwritten)
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
         """Attend the new tokens causally over everything cached in `layer`, the new tokens included.
