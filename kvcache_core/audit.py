@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
 from kvcache_core.prefix import PrefixEntry, PrefixIndex
-from kvcache_core.sequence import CachedSequence
+from kvcache_core.sequence import CachedSequence, HandleState
 
 __all__ = ["audit_books", "audit_prefixes"]
 
@@ -51,10 +51,12 @@ def audit_books(
         problems.append(f"cached count is {allocator.cached_block_count} but {cached} blocks are only kept")
     named = {block for counts in (names, keeps) for block, count in counts.items() if count}
     problems += [f"block {block} is free and named" for block in free if block in named]
-    problems += [f"block {block} does not exist but is named" for block in named if not 1 <= block <= total]
-    lost = total - len(set(free) | named)
+    exist = set(range(1, total + 1))
+    problems += [f"block {block} does not exist but is named" for block in sorted(named - exist)]
+    problems += [f"block {block} does not exist but is free" for block in sorted(set(free) - exist)]
+    lost = sorted(exist - named - set(free))
     if lost:
-        problems.append(f"{lost} blocks are neither free nor named by anybody")
+        problems.append(f"blocks {lost} are neither free nor named by anybody")
     if len(free) != allocator.free_block_count:
         problems.append(f"free count is {allocator.free_block_count} but {len(free)} blocks are free")
     return problems
@@ -73,6 +75,10 @@ def _audit_sequence(sequence: CachedSequence, block_size: int) -> list[str]:
         problems.append(f"{name}: its table names a block twice")
     if sequence.references < 1:
         problems.append(f"{name}: is live with {sequence.references} references")
+    if sequence.state is HandleState.FREED:
+        problems.append(f"{name}: is live though it was freed")
+    if sequence.transaction is not None and sequence.transaction.state != "open":
+        problems.append(f"{name}: is held by a step that was {sequence.transaction.state}")
     return problems
 
 
