@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Budget", "CacheConfig", "ConfigValues", "PressureThresholds"]
 
+_DEFAULT_BUDGET = Budget("blocks", 1000)
 _SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -126,7 +127,8 @@ class CacheConfig(FrozenModel):
         "backend's default, as a rule 16.",
     )
     budget: BudgetValue = Field(
-        default=Budget("blocks", 1000),
+        default=_DEFAULT_BUDGET,
+        json_schema_extra={"default": _DEFAULT_BUDGET.to_plain()},
         description='The most the cache may hold: bytes (a whole number, or "4GiB"), "1000 blocks", '
         '"16000 tokens", or a share of the memory that is free when the cache is opened ("50%" or 0.5).',
     )
@@ -269,8 +271,10 @@ class CacheConfig(FrozenModel):
                 if part not in table.model_fields_set:
                     return False
                 table = getattr(table, str(part))
+            elif isinstance(table, tuple) and part in range(len(table)):
+                table = table[int(part)]
             else:
-                return True  # inside a free table or an array, where there are no defaults
+                return True  # in a free table, which has no defaults
         return True
 
     def explain(self) -> Iterator[tuple[str, Any, str]]:
@@ -312,7 +316,8 @@ class CacheConfig(FrozenModel):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
 
-    __hash__ = None  # type: ignore[assignment]  # options may hold anything
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in type(self).model_fields))
 
     # -- written down ------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def from_file(path: str | os.PathLike[str], *, named_by: str | None = None) -> S
     Raises:
         ConfigError: It cannot be read, is neither TOML nor JSON, or holds no table.
     """
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     by = f" (named by {named_by})" if named_by else ""
     suffix = Path(name).suffix.lower()
     if Path(name).is_dir():
@@ -172,7 +172,8 @@ def _json_lines(text: str) -> dict[KeyPath, int]:
             lines[tuple(path)] = line
             expects_key = False
         elif symbol != ":":
-            lines.setdefault(tuple(path), line)
+            if path:
+                lines.setdefault(tuple(path), line)
             if symbol in "{[":
                 in_array.append(symbol == "[")
                 path.append(0)

@@ -84,7 +84,8 @@ def _numbered(value: Any) -> Any:
     }
 
 
-Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+_COUNT_LIMIT = 2**31
+Count = Annotated[int, Field(strict=True, ge=1, lt=_COUNT_LIMIT)]
 
 #: Every layer costs core a little bookkeeping, so the number of layers has a limit far above any model's.
 LayerCount = Annotated[int, Field(strict=True, ge=1, le=2**16)]
@@ -129,7 +130,7 @@ class LayerSpec(FrozenModel):
         if not isinstance(data, Mapping) or data.get("value_head_dim") is not None:
             return data
         given = {key: value for key, value in data.items() if key != "value_head_dim"}
-        follows = type(data.get("head_dim")) is int and data["head_dim"] > 0  # else head_dim is refused, once
+        follows = type(data.get("head_dim")) is int and 0 < data["head_dim"] < _COUNT_LIMIT  # else it is refused, once
         return given | {"value_head_dim": data["head_dim"]} if follows else given
 
     @property

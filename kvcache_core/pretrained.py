@@ -17,6 +17,7 @@ __all__ = ["geometry_from_pretrained", "model_name"]
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HEAD_DIM = ("head_dim", "kv_channels", "dim_head")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TEXT_CONFIGS = ("text_config", "decoder", "generator")
@@ -39,7 +40,7 @@ _LAYER_TYPES: Mapping[str, str] = MappingProxyType(
 
 #: Models that apply `sliding_window`, where it is set, to every layer.
 _ALL_LAYERS_SLIDE = frozenset(
-    {"doge", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe", "qwen3_moe", "starcoder2"}
+    {"doge", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe", "qwen3_moe", "starcoder2"}
 )
 
 #: Models whose configs were written without `layer_types` -> whether layer `i` slides.
@@ -66,11 +67,23 @@ _OTHER_STATE: Mapping[str, str] = MappingProxyType(
         "block_types": "keeps a recurrent state beside its attention (hybrid layers)",
         "linear_num_key_heads": "keeps a recurrent state beside its attention (linear attention)",
         "conv_L_cache": "keeps a convolution state beside its attention (hybrid layers)",
+        "rescale_every": "keeps a recurrent state (RWKV)",
         "lru_width": "keeps a recurrent state (RG-LRU layers)",
         "attn_layers": "hashes its keys into buckets (Reformer)",
         "mem_len": "carries a memory of hidden states (Transformer-XL)",
-        "H_cycles": "runs its layers several times, each with a cache of its own",
+        "encoder_layers": "is part of an encoder-decoder, which also caches the encoder's output",
+        "H_cycles": "runs its layers several times, each time with a cache of their own",
+        "n_recurrent_loops": "runs its layers several times, each time with a cache of their own",
     }
+)
+
+
+#: Models that decode and cache although their config says `is_decoder = False`.
+_DECODERS_ALL_THE_SAME = frozenset({"gpt_neox", "gpt_neox_japanese"})
+
+#: Models whose code caches something that no key of their config tells -> what it is.
+_UNTOLD: Mapping[str, str] = MappingProxyType(
+    {"mimo_v2_flash": "gives its sliding layers more key/value heads than its config says"}
 )
 
 
@@ -190,11 +203,15 @@ def _refuse_other_state(config: _Config) -> None:
         raise config.refusal("is an encoder-decoder, which also caches the encoder's output")
     if config.get("add_cross_attention"):
         raise config.refusal("has cross-attention, which also caches the encoder's output")
+    if config.get("is_decoder") is False and config.get("model_type") not in _DECODERS_ALL_THE_SAME:
+        raise config.refusal("is an encoder, which caches nothing (is_decoder is false)")
     if config.get("use_bidirectional_attention") in {True, "all"}:
         raise config.refusal("attends in both directions, so earlier K and V change with every token")
     for key, what in _OTHER_STATE.items():
         if config.get(key):
             raise config.refusal(what)
+    if config.get("model_type") in _UNTOLD:
+        raise config.refusal(_UNTOLD[config.get("model_type")])
 
 
 def _layer_types(config: _Config, num_layers: int) -> list[str]:
@@ -225,8 +242,8 @@ def _unnamed_layer_types(config: _Config, num_layers: int) -> list[str]:
 def _shared_layers(config: _Config, types: Sequence[str]) -> dict[int, int]:
     """Layer -> the layer whose K and V it reads: the last of its type that has its own."""
     count = config.get("num_kv_shared_layers")
-    modes = config.get("kv_sharing_modes")
     if not count:
+        modes = config.get("kv_sharing_modes")
         if modes and any(mode not in (None, "store") for mode in modes):
             raise config.refusal("shares K and V between layers in a way that is not known")
         return {}
@@ -262,8 +279,8 @@ def _kv_heads(config: _Config) -> int:
 
 
 def _head_dim(config: _Config) -> int:
-    if config.get("head_dim", "kv_channels"):
-        return config.count("head_dim", "kv_channels")
+    if config.get(*_HEAD_DIM):
+        return config.count(*_HEAD_DIM)
     hidden, heads = config.count(*_HIDDEN), config.count(*_HEADS)
     if hidden % heads:
         raise config.refusal(f"has a hidden size of {hidden} that {heads} heads do not divide, and no head_dim")

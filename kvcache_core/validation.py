@@ -169,7 +169,7 @@ def annotation_at(model: type[FrozenModel], path: KeyPath) -> Any:
         if table is not None:
             current = table.key_types().get(part)
         elif tuple in origins:
-            current = origins[tuple][0]
+            current = origins[tuple][0] if isinstance(part, int) else None
         else:
             current = Any if Mapping in origins or current is Any else None
     return current
