@@ -1,0 +1,86 @@
+"""The application around the commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from importlib.metadata import version
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvcache_core.cli.output import JsonFlag, command
+from kvcache_core.errors import ConfigError, ConfigWarning
+from tests.cli.conftest import Run
+
+
+def test_help_names_every_command(run: Run) -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for name in ("list", "show", "doctor", "schema"):
+        assert name in result.stdout
+
+
+@pytest.mark.parametrize("name", ["list", "show", "doctor", "schema"])
+def test_every_command_has_help_and_speaks_json(run: Run, name: str) -> None:
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_no_arguments_show_the_help(run: Run) -> None:
+    assert "Usage" in run().output
+
+
+def test_an_unknown_command_is_wrong_usage(run: Run) -> None:
+    assert run("lst").exit_code == 2
+
+
+def test_the_version(run: Run) -> None:
+    assert run("--version").stdout == f"kvcache-core {version('kvcache-core')}\n"
+
+
+def test_the_package_alone_imports_neither_typer_nor_torch() -> None:
+    program = "import sys, kvcache_core.cli; print([m for m in ('typer', 'rich', 'torch') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def example() -> typer.Typer:
+    app = typer.Typer()
+
+    @app.command()
+    @command
+    def fail(as_json: JsonFlag = False) -> None:
+        warnings.warn("take note", ConfigWarning, stacklevel=2)
+        raise ConfigError("it is wrong; mend it", key="block_size", details=["a detail"])
+
+    return app
+
+
+@pytest.mark.filterwarnings("default")
+def test_errors_and_warnings_are_one_clean_line_each() -> None:
+    result = CliRunner().invoke(example(), [])
+    assert result.exit_code == 2
+    assert result.stderr == "warning: take note\nConfigError: it is wrong; mend it\n  a detail\n"
+
+
+@pytest.mark.filterwarnings("default")
+def test_errors_are_json_where_json_was_asked_for() -> None:
+    result = CliRunner().invoke(example(), ["--json"])
+    assert result.exit_code == 2
+    assert '"message": "it is wrong; mend it"' in result.stdout
+    assert '"key": "block_size"' in result.stdout
+
+
+def test_faults_of_ours_are_not_disguised() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    @command
+    def crash(as_json: JsonFlag = False) -> None:
+        raise ZeroDivisionError
+
+    assert isinstance(CliRunner().invoke(app, []).exception, ZeroDivisionError)
