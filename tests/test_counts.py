@@ -21,5 +21,5 @@ def test_anything_else_is_refused_in_one_line_that_names_it(value: object) -> No
 
 
 def test_the_least_count_can_be_raised() -> None:
-    with pytest.raises(ShapeError, match="block_size must be an int of at least 1 .*, not 0"):
+    with pytest.raises(ShapeError, match=r"block_size must be an int of at least 1 .*, not 0"):
         check_count("block_size", 0, least=1)
