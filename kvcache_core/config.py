@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -26,7 +26,6 @@ from kvcache_core.errors import ConfigError
 from kvcache_core.frozen import FrozenMapping, thaw
 from kvcache_core.geometry import CacheGeometry, Count
 from kvcache_core.pretrained import geometry_from_pretrained, model_name
-from kvcache_core.storage import DeviceMemory
 from kvcache_core.validation import (
     FrozenModel,
     KeyPath,
@@ -339,68 +338,3 @@ class CacheConfig(FrozenModel):
             "description": "Where an editor finds this schema; it configures nothing.",
         }
         return {"$schema": _SCHEMA_DIALECT, **schema}
-
-    # -- what the values mean ----------------------------------------------------------------------------
-
-    def require_geometry(self) -> CacheGeometry:
-        """The geometry.
-
-        Raises:
-            ConfigError: There is none.
-        """
-        if self.geometry is None:
-            raise ConfigError(
-                "geometry is missing: a cache needs the shape of its model",
-                key="geometry",
-                details=[
-                    "from a transformers model: CacheConfig.from_pretrained_config(model.config)",
-                    "or in the file: [geometry] with num_layers, num_kv_heads and head_dim",
-                ],
-            )
-        return self.geometry
-
-    def resolve_budget(
-        self, block_size: int, dtype: str, device_memory: DeviceMemory | Callable[[], DeviceMemory]
-    ) -> int:
-        """The number of blocks of the budget.
-
-        Args:
-            block_size: Tokens per block.
-            dtype: The stored dtype by torch's name.
-            device_memory: The device's memory, or how to ask for it; asked only for a share of it.
-
-        Raises:
-            ConfigError: The budget holds no block, or there is no geometry.
-        """
-        return self.budget.resolve(
-            bytes_per_block=self.require_geometry().bytes_per_token(dtype) * block_size,
-            block_size=block_size,
-            device_memory=device_memory,
-            origin=self.origin("budget"),
-        )
-
-    def resolve_max_sequence_length(self, num_blocks: int, block_size: int) -> int:
-        """The longest sequence in tokens.
-
-        Args:
-            num_blocks: The budget.
-            block_size: Tokens per block.
-
-        Raises:
-            ConfigError: The configured maximum is more than the whole budget holds.
-        """
-        capacity = num_blocks * block_size
-        limit = self.max_sequence_length
-        if limit is None:
-            trained = self.geometry.max_position_embeddings if self.geometry else None
-            return min(trained or capacity, capacity)
-        if limit > capacity:
-            origin = self.origin("max_sequence_length")
-            raise ConfigError(
-                f"max_sequence_length {limit} ({origin}) is more than the {capacity} tokens that budget "
-                f"{self.budget} ({self.origin('budget')}) holds; give max_sequence_length = {capacity} at most, "
-                f'or budget = "{limit} tokens"',
-                key="max_sequence_length",
-                origin=origin,
-            )
-        return limit

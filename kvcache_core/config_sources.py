@@ -15,6 +15,8 @@ __all__ = ["CONFIG_FILE_VARIABLE", "Source", "from_arguments", "from_environment
 
 #: Names the configuration file when the caller names none.
 CONFIG_FILE_VARIABLE = "KVCACHE_CONFIG"
+#: Variables with our prefix that are no configuration keys: the file above, and the folder for unpacked models.
+_OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, "KVCACHE_HOME")
 _PREFIX = "KVCACHE_"
 _NESTED = "__"
 _SWITCH = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off": False}
@@ -92,7 +94,7 @@ def from_environment(environ: Mapping[str, str], model: type[FrozenModel], *, st
     # Sorted, so that KVCACHE_OPTIONS (a JSON object) comes before KVCACHE_OPTIONS__X, which adds to it.
     for name in sorted(environ):
         text = environ[name].strip()
-        if not name.startswith(_PREFIX) or name == CONFIG_FILE_VARIABLE or not text:
+        if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES or not text:
             continue
         path = tuple(part.lower() for part in name.removeprefix(_PREFIX).split(_NESTED))
         annotation = annotation_at(model, path) if all(path) else None
@@ -126,7 +128,7 @@ def parse_text(text: str, annotation: Any = Any) -> Any:
 
 
 def _unknown_variable(name: str, model: type[FrozenModel]) -> str:
-    known = [CONFIG_FILE_VARIABLE.removeprefix(_PREFIX)]
+    known = [other.removeprefix(_PREFIX) for other in _OTHER_VARIABLES]
     for key, annotation in model.key_types().items():
         known.append(str(key).upper())
         table = table_of(annotation)

@@ -15,10 +15,8 @@ from kvcache_core.config import CacheConfig, ConfigValues, PressureThresholds
 from kvcache_core.errors import ConfigError, KvCacheError
 from kvcache_core.frozen import FrozenMapping
 from kvcache_core.geometry import CacheGeometry
-from kvcache_core.storage import DeviceMemory
 
 GEOMETRY = CacheGeometry.uniform(4, 2, 8, dtype="bfloat16", max_position_embeddings=4096)
-MEMORY = DeviceMemory(total=2**30, free=2**30)
 
 #: A value other than the default for every key.
 UNUSUAL: dict[str, Any] = {
@@ -318,12 +316,8 @@ def test_copy_replace_validates_too():
 
 def test_a_configuration_without_geometry_can_be_completed_later():
     config = CacheConfig(budget="50%")
-    with pytest.raises(ConfigError) as caught:
-        config.require_geometry()
-    assert caught.value.key == "geometry"
-    assert "from_pretrained_config" in str(caught.value)
-    assert config.with_geometry(GEOMETRY).require_geometry() is GEOMETRY
-    assert config.with_geometry(GEOMETRY).budget == config.budget
+    assert config.geometry is None
+    assert config.with_geometry(GEOMETRY) == CacheConfig(budget="50%", geometry=GEOMETRY)
 
 
 # -- written down ------------------------------------------------------------------------------------------
@@ -351,47 +345,6 @@ def test_to_dict_holds_only_plain_values_and_no_none_but_inside_options():
     check(plain)
     assert plain["options"] == {"threads": 3, "nested": {"list": [1, {"x": None}]}}
     assert "geometry" not in CacheConfig().to_dict()
-
-
-# -- what the values mean ----------------------------------------------------------------------------------
-
-
-def test_the_budget_becomes_blocks_of_the_geometry_in_the_stored_dtype():
-    config = CacheConfig(geometry=GEOMETRY, budget=16 * 4 * 2 * 16 * 10 * 2)
-    assert config.resolve_budget(16, "bfloat16", MEMORY) == 10
-    assert config.resolve_budget(16, "float32", MEMORY) == 5
-    assert config.resolve_budget(32, "bfloat16", MEMORY) == 5
-
-
-def test_a_budget_that_is_too_small_names_its_origin():
-    config = CacheConfig.load(environ={"KVCACHE_BUDGET": "1 KiB"}, geometry=GEOMETRY)
-    with pytest.raises(ConfigError) as caught:
-        config.resolve_budget(16, "bfloat16", MEMORY)
-    assert "environment variable KVCACHE_BUDGET" in str(caught.value).split("\n")[0]
-    assert caught.value.origin == "environment variable KVCACHE_BUDGET"
-
-
-@pytest.mark.parametrize(
-    ("configured", "trained", "capacity", "expected"),
-    [(None, None, 160, 160), (None, 100, 160, 100), (None, 4096, 160, 160), (50, 100, 160, 50), (160, 100, 160, 160)],
-)
-def test_the_longest_sequence_is_what_is_configured_else_the_models_within_the_budget(
-    configured, trained, capacity, expected
-):
-    geometry = CacheGeometry.uniform(1, 1, 1, max_position_embeddings=trained)
-    config = CacheConfig(geometry=geometry, max_sequence_length=configured)
-    assert config.resolve_max_sequence_length(capacity // 16, 16) == expected
-
-
-def test_llama_cpp_28524_a_longest_sequence_beyond_the_budget_is_refused_naming_both_keys():
-    config = CacheConfig(geometry=GEOMETRY, max_sequence_length=161, budget="10 blocks")
-    with pytest.raises(ConfigError) as caught:
-        config.resolve_max_sequence_length(10, 16)
-    message = str(caught.value)
-    assert "max_sequence_length 161 (argument)" in message
-    assert "budget 10 blocks (argument)" in message
-    assert "max_sequence_length = 160" in message
-    assert 'budget = "161 tokens"' in message
 
 
 # -- import ------------------------------------------------------------------------------------------------

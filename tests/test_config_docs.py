@@ -71,7 +71,7 @@ def test_the_forms_of_a_budget_in_the_docs_are_budgets():
 
 def test_the_variables_in_the_docs_work():
     environ = dict(re.match(r"`(\w+)=?(.*?)`$", row[0]).groups() for row in table("Environment variables"))
-    del environ["KVCACHE_CONFIG"]
+    del environ["KVCACHE_CONFIG"], environ["KVCACHE_HOME"]
     environ = {name: value.strip("'") for name, value in environ.items()}
     config = CacheConfig.load(environ=environ)
     origins = {origin for _, _, origin in config.explain()}

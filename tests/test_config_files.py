@@ -5,7 +5,7 @@ import re
 import textwrap
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_core.config import CacheConfig
@@ -143,6 +143,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text('ab\\"{[,:\n', max_size=3), values, max_size=4))
 def test_the_lines_of_any_json_document_are_those_of_its_keys(tmp_path_factory, document):
     path = tmp_path_factory.mktemp("j") / "d.json"

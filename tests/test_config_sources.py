@@ -206,7 +206,7 @@ def test_the_warning_points_at_the_caller_of_every_way_to_load():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("name", ["KVCACHED_X", "kvcache_backend", "XKVCACHE_BACKEND", "VLLM_BACKEND"])
+@pytest.mark.parametrize("name", ["KVCACHE_HOME", "KVCACHED_X", "kvcache_backend", "XKVCACHE_BACKEND", "VLLM_BACKEND"])
 def test_variables_of_others_are_left_alone(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
