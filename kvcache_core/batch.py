@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -127,6 +128,11 @@ class Batch:
     def cu_seqlens_q(self) -> torch.Tensor:
         """Prefix sums of the new tokens, starting with 0, int32 `[sequences + 1]`."""
         return self._tensor(array("i", [*(segment.row for segment in self.segments), self.num_tokens]))
+
+    @cached_property
+    def cu_seqlens_k(self) -> torch.Tensor:
+        """Prefix sums of `seq_lens`, starting with 0, int32 `[sequences + 1]`."""
+        return self._tensor(array("i", accumulate((segment.stop for segment in self.segments), initial=0)))
 
     @cached_property
     def last_token_index(self) -> torch.Tensor:

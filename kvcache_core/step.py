@@ -114,6 +114,11 @@ class Step:
     # -- what the step is over ---------------------------------------------------------------------------
 
     @property
+    def manager(self) -> KvCacheManager:
+        """The cache this step is over."""
+        return self._manager
+
+    @property
     def handles(self) -> tuple[KvCacheHandle, ...]:
         """The handles, in packing order."""
         return self._handles

@@ -1,0 +1,29 @@
+"""What backends share whose memory is a pool of blocks: the pool, a storage over it, attention, exports.
+
+Nothing here asks which device it is on: what a device does differently is a method that its backend overrides.
+Importing this package imports torch.
+"""
+
+from kvcache_core.paged.decode import StaticDecode
+from kvcache_core.paged.gathering import attend_decode, gather_rows
+from kvcache_core.paged.handle import PagedKvCacheHandle
+from kvcache_core.paged.kernel import AttentionKernel
+from kvcache_core.paged.layout import PoolLayout, TensorLayout
+from kvcache_core.paged.pool import BlockPool
+from kvcache_core.paged.reference import ReferenceKernel
+from kvcache_core.paged.storage import PagedStorage
+from kvcache_core.paged.tables import Tables
+
+__all__ = [
+    "AttentionKernel",
+    "BlockPool",
+    "PagedKvCacheHandle",
+    "PagedStorage",
+    "PoolLayout",
+    "ReferenceKernel",
+    "StaticDecode",
+    "Tables",
+    "TensorLayout",
+    "attend_decode",
+    "gather_rows",
+]

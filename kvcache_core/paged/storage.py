@@ -1,0 +1,190 @@
+"""A storage whose memory is a pool of blocks, for backends to build on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from kvcache_core.batch import Batch
+from kvcache_core.errors import ShapeError
+from kvcache_core.handle import KvCacheHandle
+from kvcache_core.paged.gathering import gather_rows
+from kvcache_core.paged.handle import PagedKvCacheHandle
+from kvcache_core.paged.kernel import AttentionKernel
+from kvcache_core.paged.pool import BlockPool
+from kvcache_core.paged.reference import ReferenceKernel
+from kvcache_core.storage import BlockCopy, BlockRows, Placement, Storage, StorageSpec
+
+__all__ = ["PagedStorage"]
+
+
+class PagedStorage(Storage):
+    """Keys and values in a pool of blocks.
+
+    A backend has to say how much memory a device has (`device_memory`), and may override what its device does
+    differently: `allocate`, `upload`, `order`, `make_kernel`, and what those do not reach.
+
+    Attributes:
+        pool: The blocks.
+        kernel: What attends.
+        takes_memory_lazily: Whether memory is only taken where blocks have been reserved.
+    """
+
+    placement: ClassVar[Placement] = "paged"
+    handle_type: ClassVar[type[KvCacheHandle]] = PagedKvCacheHandle
+    dense_is_view: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[str]] = frozenset({"unequal_head_dims"})
+    takes_memory_lazily: bool = False
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        self.device = torch.device(spec.device)
+        self.dtype = getattr(torch, spec.dtype)
+        self.pool = BlockPool(spec.geometry, spec.block_size, spec.num_blocks, self.allocate)
+        self.kernel = self.make_kernel()
+        self._highest_block = 0
+        if self.takes_memory_lazily and spec.initial_blocks:
+            self._highest_block = min(spec.initial_blocks, spec.num_blocks)
+            self.pool.commit(self._highest_block)
+
+    # -- what a device may do differently ------------------------------------------------------------------
+
+    def allocate(self, num_elements: int) -> torch.Tensor:
+        """Return so many zeros as a flat tensor on the device."""
+        return torch.zeros(num_elements, dtype=self.dtype, device=self.device)
+
+    def make_kernel(self) -> AttentionKernel:
+        """Choose what attends."""
+        return ReferenceKernel(self.pool, self.upload)
+
+    def order(self) -> None:
+        """Order what follows after everything that was asked of the device before.
+
+        Called before every use of the pool. A device with several queues makes the current one wait for the others.
+        """
+
+    # -- sequences ---------------------------------------------------------------------------------------
+
+    @override
+    def open(self, max_tokens: int) -> None:
+        return None
+
+    @override
+    def fork(self, slot: None, num_tokens: int) -> None:
+        return None
+
+    @override
+    def reserve(self, slot: None, blocks: Sequence[int], start: int, stop: int, copies: Sequence[BlockCopy]) -> None:
+        if stop > start:
+            size = self.spec.block_size
+            highest = max(blocks[start // size : -(-stop // size)])
+            self._highest_block = max(self._highest_block, highest)
+        if copies:
+            self.order()
+            self.pool.copy_rows(copies)
+
+    @override
+    def truncate(self, slot: None, num_tokens: int) -> None:
+        return None
+
+    @override
+    def close(self, slot: None) -> None:
+        return None
+
+    @override
+    def scrub(self, rows: Iterable[BlockRows]) -> None:
+        self.order()
+        self.pool.zero(rows, self.upload)
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    @override
+    def plan(self, batch: Batch) -> Any:
+        return self.kernel.plan(batch)
+
+    @override
+    def write(self, batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.order()
+        self._scatter(layer, batch.slot_mapping, key, value)
+
+    def write_slots(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store rows at slots of the caller's own choosing; what he asks for has to be his.
+
+        A slot of -1 (a row of padding) writes nowhere. Other slots outside the pool are refused where the host can
+        see them, and write nowhere where it cannot.
+
+        Args:
+            layer: A layer that caches K and V of its own.
+            slots: `block id * block_size + row` of each row, int64 `[rows]`.
+            key: `[rows, num_kv_heads, head_dim]`.
+            value: `[rows, num_kv_heads, value_head_dim]`.
+
+        Raises:
+            ShapeError: There are more or fewer slots than rows, a shape or dtype does not fit, or a slot is none.
+        """
+        if slots.dtype is not torch.int64:
+            raise ShapeError(f"slots must be int64, not {slots.dtype}")
+        for name, rows, stored in (
+            ("key", key, self.pool.key_slots(layer)),
+            ("value", value, self.pool.value_slots(layer)),
+        ):
+            wanted = (len(slots), *stored.shape[1:])
+            if slots.ndim != 1 or rows.shape != wanted or rows.dtype is not stored.dtype:
+                raise ShapeError(
+                    f"{len(slots)} slots need a {name} of {list(wanted)} in {stored.dtype}, "
+                    f"not {list(rows.shape)} in {rows.dtype}"
+                )
+        size = self.spec.block_size
+        last = (self.spec.num_blocks + 1) * size - 1
+        if slots.device.type == "cpu" and len(slots):
+            lowest, highest = (int(edge) for edge in slots.aminmax())
+            if lowest < -1 or highest > last:
+                wrong = lowest if lowest < -1 else highest
+                raise ShapeError(f"slot {wrong} is none of this pool's, which are {size} to {last}, or -1 for none")
+        self.order()
+        slots = slots.to(self.device)
+        held = (slots >= size) & (slots <= last)
+        self._scatter(layer, torch.where(held, slots, self.pool.trash_slot), key, value)
+
+    def _scatter(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.pool.key_slots(layer).index_copy_(0, slots, key)
+        self.pool.value_slots(layer).index_copy_(0, slots, value)
+
+    @override
+    def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+        if batch.num_tokens == 0:
+            return query.new_empty(0, query.shape[1], self.pool.value(layer).shape[-1])
+        self.order()
+        return self.kernel.attend(batch, layer, query, scale, window)
+
+    @override
+    def gather(
+        self, slot: None, blocks: Sequence[int], num_tokens: int, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.order()
+        used = -(-num_tokens // self.spec.block_size)
+        ids = self.upload(torch.tensor(blocks[:used], dtype=torch.int64))
+        return gather_rows(self.pool.key(layer), ids, num_tokens), gather_rows(self.pool.value(layer), ids, num_tokens)
+
+    # -- the whole ---------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        if self.takes_memory_lazily:
+            return self._highest_block * self.bytes_per_block
+        return self.pool.nbytes
+
+    @override
+    def shutdown(self) -> None:
+        self.pool.clear()
+        self._highest_block = 0
+
+    @override
+    def audit(self) -> Iterable[str]:
+        self.order()
+        for layer in self.pool.nonzero_null_layers():
+            yield f"layer {layer}: the null block has been written to"
