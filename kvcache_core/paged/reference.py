@@ -27,7 +27,12 @@ class ReferenceKernel(AttentionKernel):
 
     @override
     def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-        parts: tuple[SequenceRows, ...] = batch.plan
+        return self.attend_rows(batch.plan, layer, query, scale, window)
+
+    def attend_rows(
+        self, parts: tuple[SequenceRows, ...], layer: int, query: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attend as `attend` does, to what `plan` has returned."""
         key, value = self.pool.key(layer), self.pool.value(layer)
         out = [
             attend_dense(query[part.new_rows], part.of(key), part.of(value), scale=scale, window=window)
