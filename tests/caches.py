@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 
-from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager
+from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager, LayerGroup
 from kvcache_core.plugin import Storage, StorageSpec
 from kvcache_core.sequence import CachedSequence
 from tests.storages.int8 import Int8Storage
@@ -19,6 +20,15 @@ from tests.storages.paged import PagedStorage
 
 STORAGES: tuple[type[Storage], ...] = (PagedStorage, Int8Storage)
 GEOMETRY = CacheGeometry.uniform(3, 2, 8)
+#: Two shapes, a window, a layer that caches nothing (1) and one that reads another's K and V (4 reads 2).
+MIXED = CacheGeometry(
+    num_layers=5,
+    groups=(
+        LayerGroup(layers=(0, 2), num_kv_heads=2, head_dim=8),
+        LayerGroup(layers=(3,), num_kv_heads=1, head_dim=4, value_head_dim=6, window=3),
+    ),
+    shared={4: 2},
+)
 BLOCK_SIZE = 4
 NUM_BLOCKS = 16
 MAX_TOKENS = 48
@@ -135,16 +145,15 @@ def picture(cache: KvCacheManager) -> tuple[Any, ...]:
             handle.block_table,
             handle.stats().memory_bytes,
             [
-                [tensor.tolist() for tensor in both]
+                [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in both]
                 for layer in cache.geometry.caching_layers
                 if (both := handle.kv_cache(layer)) is not None
             ],
         )
         for handle in cache.list_handles()
     ]
-    numbers = {name: getattr(stats, name) for name in stats.__slots__} if hasattr(stats, "__slots__") else vars(stats)
     return (
-        {name: value for name, value in numbers.items() if name != "failures"},
+        replace(stats, failures=0),
         sorted(cache.block_allocator.free_ids()),
         cache.audit(),
         handles,
