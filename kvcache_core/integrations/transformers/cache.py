@@ -1,0 +1,235 @@
+"""`KvCache`: one cached sequence, as a transformers `Cache`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from transformers import Cache
+from transformers.cache_utils import DummyLayer
+
+from kvcache_core.errors import ShapeError
+from kvcache_core.handle import KvCacheHandle
+from kvcache_core.integrations.transformers.forward_pass import PassWriter, not_supported
+from kvcache_core.integrations.transformers.layer import KvCacheLayer
+from kvcache_core.integrations.transformers.opening import Lease, config_for_model, require_same_shape
+from kvcache_core.integrations.transformers.prompt import common_prefix, require_length, single_prompt
+from kvcache_core.integrations.transformers.watch import watch
+from kvcache_core.manager import KvCacheManager
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcache_core.config import CacheConfig
+
+__all__ = ["KvCache"]
+
+
+class KvCache(Cache):  # type: ignore[misc]
+    """The keys and values of one sequence, for `model.generate(..., cache=...)` and `model(..., cache=...)`.
+
+    It belongs to one conversation and may be used for any number of calls; `prepare` before each makes it fit the
+    prompt. Its memory is given back when the object goes, or by `free`.
+
+    Args:
+        source: Where the memory comes from: an open cache, which stays open; the configuration of one, which is
+            closed with the last `KvCache` that uses it; or a handle, which is taken over with what it holds.
+        model: The model it will be used with. Told it, the cache learns the ids of the tokens it stores, which
+            `prepare` needs, and notices when a forward pass fails.
+        max_sequence_length: Tokens the sequence may ever hold; the cache's own maximum when None.
+
+    Raises:
+        ShapeError: The model does not have the shape that the cache was opened for.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+
+    def __init__(
+        self,
+        source: KvCacheManager | CacheConfig | KvCacheHandle,
+        model: Any = None,
+        *,
+        max_sequence_length: int | None = None,
+    ) -> None:
+        lease: Lease | None = None
+        if isinstance(source, KvCacheManager):
+            manager = source
+        elif isinstance(source, KvCacheHandle):
+            manager = source.manager
+        else:
+            lease = Lease(source)
+            manager = lease.manager
+        if model is not None:
+            require_same_shape(manager, model)
+            watch(model)
+        if isinstance(source, KvCacheHandle):
+            self._adopt(source, lease)
+        else:
+            self._adopt(manager.allocate(max_sequence_length=max_sequence_length), lease)
+
+    @classmethod
+    def for_model(cls, model: Any, config: CacheConfig | None = None, **overrides: Any) -> KvCache:
+        """Open a cache that fits `model` and return one over it.
+
+        Args:
+            model: The model; its geometry, dtype and device are used where nothing else is said.
+            config: What to open; a file, the environment and the defaults decide when None.
+            overrides: Fields of the configuration that take precedence, such as `backend="cpu"`.
+
+        Raises:
+            ConfigError: The configuration, or the model's, is not one that can be cached.
+            BackendError: The backend is not there or cannot run here.
+        """
+        return cls(config_for_model(model, config, overrides), model)
+
+    def _adopt(self, handle: KvCacheHandle, lease: Lease | None) -> None:
+        self.pass_writer = PassWriter(handle)
+        self._finalizer = weakref.finalize(self, self.pass_writer.close)
+        self._lease = lease  # held after the finalizer has run, so the handle is freed before its cache is closed
+        geometry = handle.manager.geometry
+        caching = set(geometry.caching_layers)
+        super().__init__(
+            layers=[
+                KvCacheLayer(self.pass_writer, layer) if layer in caching else DummyLayer()
+                for layer in range(geometry.num_layers)
+            ]
+        )
+
+    # -- what it is over -------------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> KvCacheHandle:
+        """The sequence. It belongs to this object: fork it to keep it for longer."""
+        return self.pass_writer.handle
+
+    @property
+    def manager(self) -> KvCacheManager:
+        """The cache that the sequence is part of."""
+        return self.handle.manager
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in it: always 1."""
+        return 1
+
+    def __repr__(self) -> str:
+        return f"<KvCache over {self.handle!r}>"
+
+    # -- reuse -----------------------------------------------------------------------------------------------
+
+    def prepare(self, input_ids: Any, *, max_new_tokens: int = 1) -> int:
+        """Make the cache fit a prompt: keep the tokens both begin with, drop the rest.
+
+        At least the prompt's last token is left for the model to compute, since `generate` needs its logits.
+        Only tokens whose ids are known can match: those of passes by a model that this cache was told about.
+
+        Args:
+            input_ids: The whole prompt: `[1, tokens]` or `[tokens]`, a tensor or a list of ints.
+            max_new_tokens: Tokens that will be generated at most, to learn now whether there is room for them.
+
+        Returns:
+            Tokens kept, whose computation is saved.
+
+        Raises:
+            ShapeError: No single prompt of at least one token.
+            CacheFullError: Prompt and new tokens are more than the sequence may hold; nothing is dropped.
+        """
+        prompt = single_prompt(input_ids)
+        handle = self.handle
+        require_length(handle, len(prompt), max_new_tokens)
+        self.pass_writer.roll_back()
+        kept = min(common_prefix(handle.token_ids, prompt), len(prompt) - 1)
+        if kept < handle.num_tokens:
+            handle.truncate(kept)
+        return kept
+
+    def fork(self) -> KvCache:
+        """Return an independent copy that shares memory until one of the two writes; see `KvCacheHandle.fork`."""
+        self.pass_writer.roll_back()
+        copy = type(self).__new__(type(self))
+        copy._adopt(self.handle.fork(), self._lease)
+        return copy
+
+    def __copy__(self) -> KvCache:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvCache:
+        copy = self.fork()
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_supported(
+            "pickling", "its memory belongs to this process: fork it with copy.deepcopy, or run the prompt again there"
+        )
+
+    def free(self) -> None:
+        """Give the memory back now. Any further use raises HandleError; freeing twice is harmless."""
+        self._finalizer()
+
+    # -- what transformers calls -------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new K and V of a layer, `[1, kv heads, new tokens, dim]`, and return those of the whole sequence.
+
+        Raises:
+            ShapeError: The layer does not exist, or the tensors do not fit it.
+            UnsupportedError: More than one row.
+        """
+        layer = self.layers[self.manager.geometry.check_layer(layer_idx)]
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens cached; 0 for a layer that caches nothing. Tokens of an unfinished pass do not count yet."""
+        geometry = self.manager.geometry
+        if not 0 <= layer_idx < geometry.num_layers:
+            return 0
+        return 0 if layer_idx and geometry.producer(layer_idx) is None else self.handle.num_tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Tokens the sequence may ever hold."""
+        return self.handle.max_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the K that a pass of `query_length` tokens attends over."""
+        return self.handle.num_tokens + query_length, 0
+
+    def reset(self) -> None:
+        """Drop all tokens and give their memory back; the cache can be used again."""
+        self.pass_writer.roll_back()
+        self.handle.truncate(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens, and what an interrupted forward pass has left.
+
+        Args:
+            tokens_to_remove: Zero, or minus the number of tokens.
+
+        Raises:
+            ShapeError: A positive number, or more tokens than there are.
+        """
+        length = self.handle.num_tokens
+        if type(tokens_to_remove) is not int or not -length <= tokens_to_remove <= 0:
+            raise ShapeError(
+                f"crop takes minus the number of tokens to drop, from {-length} to 0, not {tokens_to_remove!r}"
+            )
+        self.pass_writer.roll_back()
+        if tokens_to_remove:
+            self.handle.truncate(length + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> NoReturn:
+        """Refused: there is one sequence only."""
+        raise not_supported("beam search", "use num_beams=1")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Refused: there is one sequence only."""
+        raise not_supported("repeating rows", "use copy.deepcopy(cache) for each continuation")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
+        """Refused: there is one sequence only."""
+        raise not_supported("selecting rows", "use copy.deepcopy(cache) for each continuation")

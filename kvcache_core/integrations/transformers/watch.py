@@ -1,0 +1,61 @@
+"""Hooks that tell a cache when a forward pass begins and ends, and which tokens it is over.
+
+They are functions of this module, put on a model once and for all caches: nothing ties the model to a cache, so
+neither keeps the other alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import Cache
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcache_core.integrations.transformers.forward_pass import PassWriter
+
+__all__ = ["watch"]
+
+
+def watch(model: Any) -> None:
+    """Have the decoder of `model` tell every `KvCache` that it is called with about its forward passes.
+
+    Watching a model twice is the same as once. A model that is called without a `KvCache` behaves as before.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if _before not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
+
+
+def _writer_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PassWriter | None:
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, Cache):
+            writer: PassWriter | None = getattr(value, "pass_writer", None)
+            return writer
+    return None
+
+
+def _before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    writer = _writer_among(args, kwargs)
+    if writer is None:
+        return
+    input_ids = kwargs.get("input_ids", args[0] if args else None)
+    tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+    if tokens is None:
+        return  # the model itself says what is wrong with a call without input
+    writer.begin(
+        tokens.shape[0],
+        tokens.shape[1],
+        token_ids=None if input_ids is None or tokens.shape[0] != 1 else input_ids[0].tolist(),
+        position_ids=kwargs.get("position_ids"),
+        attention_mask=kwargs.get("attention_mask", args[1] if len(args) > 1 else None),
+    )
+
+
+def _after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    writer = _writer_among(args, kwargs)
+    if writer is not None:
+        writer.end(succeeded=output is not None)  # torch calls with None after an exception
