@@ -348,8 +348,10 @@ class Step:
         if error_type is not None:
             if self._can_abort:  # else there is nothing left to undo, and the caller's error is the one to show
                 self.abort()
-        elif self.state != "committed":
+        elif self.state == "open":
             self._commit_or_abort()
+        elif self.state == "aborted":
+            self._require_current("commit")  # raises where it was not the caller who aborted it, but a reset or close
 
     def _commit_or_abort(self) -> None:
         try:
