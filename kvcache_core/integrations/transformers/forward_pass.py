@@ -61,8 +61,17 @@ class PassWriter:
         token_ids: Sequence[int] | None,
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
+        stored: bool = True,
     ) -> None:
         """Note that a forward pass begins, and refuse one that this cache cannot hold.
+
+        Args:
+            batch_size: Rows.
+            num_tokens: New tokens of a row.
+            token_ids: Their ids, or None where the model is fed something else.
+            position_ids: Their positions, if given.
+            attention_mask: The mask, if given.
+            stored: False to attend over the cache without adding to it (`use_cache=False`).
 
         Raises:
             UnsupportedError: More than one row, or padding.
@@ -73,7 +82,7 @@ class PassWriter:
         is_plain = self._check_mask(num_tokens, attention_mask)
         self._check_positions(num_tokens, position_ids)
         # K and V under a mask of the caller's own do not follow from the token ids, so they stay anonymous.
-        self._pass = _ForwardPass(token_ids if is_plain else None, announced=True)
+        self._pass = _ForwardPass(token_ids if is_plain else None, announced=True, stored=stored)
 
     def end(self, *, succeeded: bool) -> None:
         """Note that the announced pass is over: commit it whole, or roll it back.
@@ -142,8 +151,8 @@ class PassWriter:
             current = self._pass
         if not current.layers and not current.announced:
             self._check_positions(key.shape[2], position_ids)
-        if not stored:
-            current.stored = False
+        current.stored = current.stored and stored
+        if not current.stored:
             current.layers.add(layer)
             return self._joined(layer, key, value)
         step = current.step or self._open_step(current, key.shape[2])

@@ -25,6 +25,7 @@ class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_compileable = False
     is_croppable = True
+    is_sliding = False
     supports_early_init = False
     is_initialized = True
 
