@@ -67,6 +67,8 @@ _OTHER_STATE: Mapping[str, str] = MappingProxyType(
         "block_types": "keeps a recurrent state beside its attention (hybrid layers)",
         "linear_num_key_heads": "keeps a recurrent state beside its attention (linear attention)",
         "conv_L_cache": "keeps a convolution state beside its attention (hybrid layers)",
+        "qk_dim_factor": "keeps a recurrent state (xLSTM)",
+        "cross_attention_layers": "has cross-attention layers, which cache the image",
         "rescale_every": "keeps a recurrent state (RWKV)",
         "lru_width": "keeps a recurrent state (RG-LRU layers)",
         "attn_layers": "hashes its keys into buckets (Reformer)",
@@ -205,7 +207,7 @@ def _refuse_other_state(config: _Config) -> None:
         raise config.refusal("has cross-attention, which also caches the encoder's output")
     if config.get("is_decoder") is False and config.get("model_type") not in _DECODERS_ALL_THE_SAME:
         raise config.refusal("is an encoder, which caches nothing (is_decoder is false)")
-    if config.get("use_bidirectional_attention") in {True, "all"}:
+    if config.get("use_bidirectional_attention") in (True, "all") or config.get("causal") is False:
         raise config.refusal("attends in both directions, so earlier K and V change with every token")
     for key, what in _OTHER_STATE.items():
         if config.get(key):

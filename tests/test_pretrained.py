@@ -293,6 +293,8 @@ def test_shared_layers_read_the_last_layer_of_their_type_that_has_its_own():
         ({"is_decoder": False}, "is an encoder"),
         ({"use_bidirectional_attention": True}, "both directions"),
         ({"use_bidirectional_attention": "all"}, "both directions"),
+        ({"causal": False}, "both directions"),
+        ({"cross_attention_layers": [1, 3]}, "cross-attention layers"),
         ({"kv_lora_rank": 64}, "multi-head latent attention"),
         ({"mamba_d_state": 16}, "recurrent state"),
         ({"state_size": 16}, "recurrent state"),
@@ -358,8 +360,12 @@ def test_a_model_is_called_by_its_name_else_its_type(config, name):
 
 
 @pytest.mark.parametrize(
-    "kind", ["t5", "bart", "whisper", "deepseek_v3", "mamba", "jamba", "qwen3_next", "falcon_h1", "lfm2", "llama4_text",
-             "minimax", "rwkv", "recurrent_gemma", "xlnet", "reformer", "bert", "mimo_v2_flash", "granitemoehybrid"]
+    "kind",
+    [
+        "bart", "bert", "deepseek_v3", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "llama4_text", "mamba",
+        "mimo_v2_flash", "minimax", "mllama", "qwen3_next", "recurrent_gemma", "reformer", "rwkv", "t5", "whisper",
+        "xlnet", "xlstm",
+    ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_cache_something_else_are_refused_by_name(kind):
