@@ -1,5 +1,6 @@
 """One interface for the key/value cache of transformer inference, many memories behind it."""
 
+from kvcache_core import _first_model  # noqa: F401 - before any other model; see there
 from kvcache_core.block_table import BlockTable, MutableBlockTable
 from kvcache_core.budget import Budget
 from kvcache_core.config import CacheConfig, PressureThresholds

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from kvcache_core import _compat, conformity, messages
 from kvcache_core._compat import MetadataFinder
+from kvcache_core._torch_autoload import ensure_torch_can_be_imported
 from kvcache_core.discovery import Catalogue, DiscoveryProblem, Distribution, Entry, scan
 from kvcache_core.errors import BackendError
 from kvcache_core.hookspecs import HookError, query_backends
@@ -234,6 +235,7 @@ class BackendRegistry:
         """
         backend = self.describe(name)
         self.require_interface(backend)
+        ensure_torch_can_be_imported()
         storage = self._target(backend, "storage", backend.descriptor.storage)
         faults = conformity.storage_faults(storage, backend.descriptor)
         if faults:

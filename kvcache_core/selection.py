@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from kvcache_core import fit, messages
+from kvcache_core._torch_autoload import ensure_torch_can_be_imported
 from kvcache_core.disabling import Disabled
 from kvcache_core.discovery import Entry
 from kvcache_core.errors import (
@@ -191,6 +192,7 @@ def probe(registry: BackendRegistry, backend: Backend, request: ProbeRequest) ->
     Raises:
         BackendLoadError: Its probe raises, or returns neither `Available` nor `Unavailable`.
     """
+    ensure_torch_can_be_imported()
     ask = registry.probe(backend)
     with plugin_code(backend.name, backend.distribution, "probing this machine"):
         result = ask(request)

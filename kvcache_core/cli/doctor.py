@@ -21,7 +21,8 @@ def doctor(
 ) -> None:
     """Try every installed backend and say what is wrong.
 
-    Each is tried in a process of its own, so that one which hangs or crashes is reported like any other. The exit status is 1 when something that is installed is broken, incompatible or unreadable.
+    Each is tried in a process of its own, so that one which hangs or crashes is reported like any other. The exit
+    status is 1 when something that is installed is broken, incompatible or unreadable.
     """
     from kvcache_core.report import examine  # noqa: PLC0415 - only this command needs it
 

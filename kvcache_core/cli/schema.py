@@ -12,9 +12,7 @@ __all__ = ["schema"]
 
 
 def schema(
-    name: Annotated[
-        str | None, typer.Argument(help="A backend whose options the schema should hold.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="A backend whose options the schema should hold.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the JSON schema of a configuration file.

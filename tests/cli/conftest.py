@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from kvcache_core.cli.app import app
 from kvcache_core.registry import get_registry
 
-Run = Callable[..., Result]
+#: Runs `kvcache` and returns what typer's `CliRunner` returns.
+Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run(fresh_registry: None, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `kvcache` with arguments, in this process."""
     monkeypatch.delenv("KVCACHE_DISABLE", raising=False)
 
-    def invoke(*arguments: str) -> Result:
+    def invoke(*arguments: str) -> Any:
         return CliRunner().invoke(app, arguments)
 
     return invoke

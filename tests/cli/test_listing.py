@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvcache_core.messages import FIRST_PARTY
+from kvcache_core.registry import get_registry
 from tests.cli.conftest import Run
 from tests.plugin_site import Site
 
@@ -23,7 +25,10 @@ def test_it_lists_what_is_installed_and_what_could_be(run: Run, site: Site) -> N
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines[0] == "BACKEND PROVIDED BY VERSION STATE"
     assert "acme Acme-KV 2.1 installed" in lines
-    assert 'cuda kvcache-cuda not installed: pip install "kvcache-core[cuda]"' in lines
+    installed = {entry.name for entry in get_registry().entries()}
+    for name, owner in FIRST_PARTY.items():
+        missing = f'{name} {owner} not installed: pip install "kvcache-core[{name}]"'
+        assert (missing in lines) == (name not in installed)
 
 
 def test_p28_it_imports_no_plugin(run: Run, site: Site) -> None:
