@@ -6,10 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from kvcache_core.geometry import CacheGeometry
 from kvcache_cpu.pages import mapping_fault
 from plugins.cpu.tests.driver import MIXED, Driver, MakeDriver
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors here are small: threads would only wait for one another on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["mapped", "heap"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +23,18 @@ MIXED = CacheGeometry(
 )
 
 
-@dataclass(eq=False)
+Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
 class Sequence:
     """A sequence under test: its slot, and the rows of each layer that it must hold."""
 
-    slot: Any
-    rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
+    def __init__(self, slot: Any, rows: Rows) -> None:
+        self.slot = slot
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        return f"<{self.length} tokens>"
 
     @property
     def length(self) -> int:
@@ -69,7 +74,7 @@ class Driver:
     def append(self, sequence: Sequence, num_tokens: int) -> None:
         self.write({sequence: self.random_rows(num_tokens)})
 
-    def write(self, new: dict[Sequence, dict[int, tuple[torch.Tensor, torch.Tensor]]]) -> Batch:
+    def write(self, new: dict[Sequence, Rows]) -> Batch:
         batch = self.begin({sequence: next(iter(rows.values()))[0].shape[0] for sequence, rows in new.items()})
         for layer in self.spec.geometry.caching_layers:
             key = torch.cat([rows[layer][0] for rows in new.values()])
@@ -118,8 +123,18 @@ class Driver:
                 assert_same_bits(got_value, value)
         if audit:
             assert list(self.storage.audit()) == []
+            assert self.unaccounted_bytes <= 0
 
-    def random_rows(self, num_tokens: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    @property
+    def unaccounted_bytes(self) -> int:
+        """Bytes that the file of mapped memory takes beyond what its books say."""
+        if self.storage.memory_kind == "heap":
+            return 0
+        ledger = self.storage._memory._ledger  # type: ignore[attr-defined]
+        filled = sum(base.layout.bytes_touching(0, base.filled) for base in ledger.bases)
+        return int(ledger.file.committed - filled)
+
+    def random_rows(self, num_tokens: int) -> Rows:
         dtype = getattr(torch, self.spec.dtype)
         rows = {}
         for group in self.spec.geometry.groups:
@@ -148,3 +163,24 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 MakeDriver = Callable[..., Driver]
+
+
+def reference_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """Attention in float64 with an explicit mask: query `i` of `T` over `S` keys has position `S - T + i`."""
+    num_new, num_heads, _ = query.shape
+    length, kv_heads, _ = key.shape
+    query, key, value = (rows.double() for rows in (query, key, value))
+    key, value = (rows.repeat_interleave(num_heads // kv_heads, dim=1) for rows in (key, value))
+    position = torch.arange(length - num_new, length)[:, None]
+    seen = torch.arange(length)[None] <= position
+    if window is not None:
+        seen &= torch.arange(length)[None] > position - window
+    scores = torch.einsum("thd,shd->hts", query, key) * scale
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    out = torch.zeros(num_new, num_heads, value.shape[2], dtype=torch.float64)
+    for row in range(num_new):  # a masked row must not matter even when it is NaN
+        rows = seen[row]
+        out[row] = torch.einsum("hs,shd->hd", weights[:, row, rows], value[rows])
+    return out

@@ -212,12 +212,7 @@ class Ledger:
 
     def audit(self) -> list[str]:
         """Return a line for each inconsistency."""
-        problems = [line for base in self.bases for line in _audit_base(base)]
-        committed = self.file.committed
-        accounted = sum(base.layout.bytes_touching(0, base.filled) for base in self.bases)
-        if committed > accounted:
-            problems.append(f"the file takes {committed} bytes, of which {accounted} are accounted for")
-        return problems
+        return [line for base in self.bases for line in _audit_base(base)]
 
 
 def _audit_base(base: Base) -> list[str]:

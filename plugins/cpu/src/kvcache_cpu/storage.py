@@ -44,7 +44,7 @@ class CpuStorage(Storage):
     capabilities: ClassVar[frozenset[str]] = frozenset({"unequal_head_dims"})
 
     def __init__(self, spec: StorageSpec) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self.device = torch.device("cpu")
         self.dtype = getattr(torch, spec.dtype)
         self._memory = _memory(spec, self.dtype)
