@@ -83,6 +83,9 @@ _OTHER_STATE: Mapping[str, str] = MappingProxyType(
 #: Models that decode and cache although their config says `is_decoder = False`.
 _DECODERS_ALL_THE_SAME = frozenset({"gpt_neox", "gpt_neox_japanese"})
 
+#: Models whose full-attention layers have a head dim of their own.
+_GLOBAL_HEADS = frozenset({"gemma4_text", "gemma4_unified_text"})
+
 #: Models whose code caches something that no key of their config tells -> what it is.
 _UNTOLD: Mapping[str, str] = MappingProxyType(
     {"mimo_v2_flash": "gives its sliding layers more key/value heads than its config says"}
@@ -214,6 +217,8 @@ def _refuse_other_state(config: _Config) -> None:
             raise config.refusal(what)
     if config.get("model_type") in _UNTOLD:
         raise config.refusal(_UNTOLD[config.get("model_type")])
+    if config.get("model_type") in _GLOBAL_HEADS and config.get("per_layer_config", "global_head_dim") is None:
+        raise config.refusal("does not say the head dim of its full-attention layers (global_head_dim)")
 
 
 def _layer_types(config: _Config, num_layers: int) -> list[str]:
@@ -263,24 +268,28 @@ def _shared_layers(config: _Config, types: Sequence[str]) -> dict[int, int]:
 
 
 def _layer(config: _Config, kind: str) -> _Layer:
-    head_dim = _head_dim(config)
+    head_dim = _head_dim(config, kind)
     return _Layer(
-        num_kv_heads=_kv_heads(config),
+        num_kv_heads=_kv_heads(config, kind),
         head_dim=head_dim,
         value_head_dim=config.count("v_head_dim") if config.get("v_head_dim") else head_dim,
         window=config.count("sliding_window", "window_size") if kind == _SLIDING else None,
     )
 
 
-def _kv_heads(config: _Config) -> int:
+def _kv_heads(config: _Config, kind: str) -> int:
     if config.get("new_decoder_architecture"):  # Falcon repeats K and V for all heads before it caches them
         return config.count(*_HEADS)
     if config.get("multi_query"):
         return 1
+    if kind == _FULL and config.get("num_global_key_value_heads") and config.get("attention_k_eq_v") is not False:
+        return config.count("num_global_key_value_heads")  # Gemma 4, as published
     return config.count("num_key_value_heads", "num_kv_heads", *_HEADS)
 
 
-def _head_dim(config: _Config) -> int:
+def _head_dim(config: _Config, kind: str) -> int:
+    if kind == _FULL and config.get("global_head_dim"):
+        return config.count("global_head_dim")  # Gemma 4, as published
     if config.get(*_HEAD_DIM):
         return config.count(*_HEAD_DIM)
     hidden, heads = config.count(*_HIDDEN), config.count(*_HEADS)

@@ -159,6 +159,15 @@ def test_the_geometry_is_what_the_model_really_caches(name):
     assert all(entry is None for entry in described[len(real) :])  # transformers leaves trailing shared layers out
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("gemma4_text")])
+def test_a_published_gemma_4_file_says_by_global_keys_what_a_saved_one_says_per_layer(name):
+    config = tiny_config(name)
+    content = json.loads(config.to_json_string(use_diff=False))
+    del content["per_layer_config"]
+    content |= {key: value for key, value in MODELS[name].items() if "global" in key}
+    assert geometry_from_pretrained(content) == geometry_from_pretrained(config)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_content_of_config_json_gives_the_same_geometry_as_the_config_object(name):
     config = tiny_config(name)
@@ -308,6 +317,7 @@ def test_shared_layers_read_the_last_layer_of_their_type_that_has_its_own():
         ({"layer_types": ["something_new"] * 4}, "layers of type 'something_new'"),
         ({"layer_types": ["full_attention"] * 3}, "types of 3 layers but has 4"),
         ({"layer_types": ["mlp"] * 4}, "no layer that caches"),
+        ({"model_type": "gemma4_text"}, "global_head_dim"),
         ({"sliding_window": 8}, "does not say in which layers"),
         ({"model_type": "qwen2_moe", "sliding_window": 8, "use_sliding_window": True}, "does not say in which layers"),
         ({"num_kv_shared_layers": 4}, "none of them has its own"),
