@@ -198,6 +198,12 @@ class CacheGeometry(FrozenModel):
         json_schema_extra={"enum": [*DTYPE_SIZES, None]},
     )
     model: str | None = Field(default=None, description="A name for messages.")
+    prefix_reusable: bool = Field(
+        default=True,
+        strict=True,
+        description="Whether what is cached for a token depends on nothing after it. False where rotary scaling "
+        "changes with the length of the sequence (dynamic NTK, LongRoPE): no other prompt may then reuse it.",
+    )
 
     @classmethod
     def key_types(cls) -> dict[str | int, Any]:

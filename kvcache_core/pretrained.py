@@ -19,6 +19,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _HEAD_DIM = ("head_dim", "kv_channels", "dim_head")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+#: Rotary scalings whose frequencies depend on how long the sequence is, by transformers' names ("su" is an old one).
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TEXT_CONFIGS = ("text_config", "decoder", "generator")
 _COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -190,7 +192,18 @@ def geometry_from_pretrained(config: Any) -> CacheGeometry:
         max_position_embeddings=positions if type(positions) is int and positions > 0 else None,
         dtype=_dtype(text) or _dtype(_Config(config, name)),
         model=name,
+        prefix_reusable=not _rotation_depends_on_length(text),
     )
+
+
+def _rotation_depends_on_length(config: _Config) -> bool:
+    """Whether the rotary embedding of a position changes with the length of the sequence it is in."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(parameters, Mapping):
+        return False
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]  # one table a layer type
+    kinds = [table.get("rope_type", table.get("type")) for table in (parameters, *nested)]
+    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in kinds)
 
 
 def _text_config(config: Any, name: str) -> Any:

@@ -384,3 +384,28 @@ def test_models_that_cache_something_else_are_refused_by_name(kind):
     for given in (config, json.loads(config.to_json_string(use_diff=False))):
         with pytest.raises(ConfigError, match=f"model '{kind}' cannot be cached: it "):
             geometry_from_pretrained(given)
+
+
+@pytest.mark.parametrize(
+    ("rope", "reusable"),
+    [
+        (None, True),
+        ({"rope_type": "default", "rope_theta": 10000.0}, True),
+        ({"rope_type": "llama3", "factor": 8.0}, True),
+        ({"rope_type": "yarn", "factor": 4.0}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, False),
+        ({"type": "su"}, False),
+        ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, False),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rotation_that_depends_on_the_length_is_not_reusable(key, rope, reusable):
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        key: rope,
+    }
+    assert geometry_from_pretrained(config).prefix_reusable is reusable
