@@ -61,27 +61,29 @@ class _Wrappers:
 
 
 class StepPlan:
-    """The plans of one step, one for each shape among its layers."""
+    """The plans of one step, one for each shape among its layers.
+
+    It goes, and its wrappers go back, with the batch that it is the plan of; so it must not hold that batch.
+    """
 
     def __init__(self, kernel: FlashInferKernel, batch: Batch) -> None:
-        self._batch = batch
         self._decodes = all(segment.num_new_tokens == 1 for segment in batch.segments)
         self._wrappers = kernel.decode_wrappers if self._decodes else kernel.prefill_wrappers
         self._planned: dict[_Shape, Any] = {}
         self.rows = kernel.reference.plan(batch)
 
-    def for_shape(self, shape: _Shape) -> Any:
-        """Return a wrapper that is planned for this step and shape."""
+    def for_shape(self, batch: Batch, shape: _Shape) -> Any:
+        """Return a wrapper that is planned for this batch and shape."""
         wrapper = self._planned.get(shape)
         if wrapper is None:
             wrapper = self._wrappers.take()
             weakref.finalize(self, self._wrappers.give_back, wrapper)
-            self._plan(wrapper, shape)
+            self._plan(wrapper, batch, shape)
             self._planned[shape] = wrapper
         return wrapper
 
-    def _plan(self, wrapper: Any, shape: _Shape) -> None:
-        pages = pages_of(self._batch)
+    def _plan(self, wrapper: Any, batch: Batch, shape: _Shape) -> None:
+        pages = pages_of(batch)
         tables = (pages.indptr.on_host, pages.indices.on_device, pages.last_page_len.on_host)
         common = {
             "window_left": shape.window_left,
@@ -89,7 +91,7 @@ class StepPlan:
             "q_data_type": shape.dtype,
             "kv_data_type": shape.dtype,
         }
-        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, self._batch.block_size)
+        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, batch.block_size)
         if self._decodes:
             wrapper.plan(*tables, *sizes, **common)
         else:
@@ -128,5 +130,5 @@ class FlashInferKernel(AttentionKernel):
         shape = _Shape(
             query.shape[1], key.shape[2], key.shape[3], scale, -1 if window is None else window - 1, query.dtype
         )
-        out: torch.Tensor = plan.for_shape(shape).run(query.contiguous(), (key, value))
+        out: torch.Tensor = plan.for_shape(batch, shape).run(query.contiguous(), (key, value))
         return out

@@ -19,19 +19,21 @@ __all__ = ["VarlenKernel"]
 class StepPlan:
     """What all layers of a step share; each part is made when a layer needs it."""
 
-    def __init__(self, batch: Batch, reference: ReferenceKernel) -> None:
-        self._batch = batch
-        self._reference = reference
+    def __init__(self) -> None:
+        self._tables: Tables | None = None
+        self._rows: tuple[SequenceRows, ...] | None = None
 
-    @cached_property
-    def tables(self) -> Tables:
+    def tables(self, batch: Batch) -> Tables:
         """For the kernel."""
-        return tables_of(self._batch)
+        if self._tables is None:
+            self._tables = tables_of(batch)
+        return self._tables
 
-    @cached_property
-    def rows(self) -> tuple[SequenceRows, ...]:
+    def rows(self, batch: Batch, reference: ReferenceKernel) -> tuple[SequenceRows, ...]:
         """For queries that the kernel does not take."""
-        return self._reference.plan(self._batch)
+        if self._rows is None:
+            self._rows = reference.plan(batch)
+        return self._rows
 
 
 class VarlenKernel(AttentionKernel):
@@ -48,14 +50,14 @@ class VarlenKernel(AttentionKernel):
 
     @override
     def plan(self, batch: Batch) -> StepPlan:
-        return StepPlan(batch, self._reference)
+        return StepPlan()
 
     @override
     def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         plan: StepPlan = batch.plan
         if query.dtype is not self.pool.key(layer).dtype:
-            return self._reference.attend_rows(plan.rows, layer, query, scale, window)
-        return self._run(plan.tables, layer, query, scale, window)
+            return self._reference.attend_rows(plan.rows(batch, self._reference), layer, query, scale, window)
+        return self._run(plan.tables(batch), layer, query, scale, window)
 
     @override
     def decode(self, tables: Tables, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
