@@ -17,6 +17,10 @@ __all__ = ["attend_dense"]
 #: that peak memory stays bounded and no kernel meets 32-bit offsets into a mask.
 _MAX_MASK_ELEMENTS = 1 << 24
 
+#: With fewer keys than this, torch's CPU kernel returns zeros for a query whose scores are all NaN, which would
+#: hide a fault elsewhere (pytorch#141128); they are attended to in plain steps instead.
+_FEWEST_FUSED_KEYS = 16
+
 #: Up to so many new tokens the query group is folded into the query length, so that K and V are read once for
 #: all query heads of a kv head. Beyond, attention is bound by arithmetic and the folded mask would only grow.
 _MAX_FOLDED_TOKENS = 16
@@ -83,12 +87,14 @@ def _attend_chunk(
     """Attention of `query` `[t, Hq, D]` over `key`, `value` `[Hk, s, D]`, whose last key the last query sees."""
     num_new, num_heads, head_dim = query.shape
     num_kv_heads, length, value_dim = value.shape
+    if num_new > 1 and not _masked_keys_are_harmless(query, key, value, window):
+        return _attend_row_by_row(query, key, value, group, scale, window)
+    if length < _FEWEST_FUSED_KEYS:
+        return _attend_in_plain_steps(query, key, value, group, scale, window)
     if num_new == 1:  # the caller has cut the keys to the window, so the one query sees them all
         folded = query.view(1, num_kv_heads, group, head_dim)
         out = scaled_dot_product_attention(folded, key[None], value[None], scale=scale)
         return out.reshape(1, num_heads, value_dim)
-    if not _is_finite_where_masked(key, value, num_new, window):
-        return _attend_row_by_row(query, key, value, group, scale, window)
     grouped = query.view(num_new, num_kv_heads, group, head_dim)
     if num_new <= _MAX_FOLDED_TOKENS:
         folded = grouped.permute(1, 0, 2, 3).reshape(1, num_kv_heads, num_new * group, head_dim)
@@ -118,16 +124,31 @@ def _mask(num_new: int, length: int, window: int | None, device: torch.device) -
     return seen
 
 
-def _is_finite_where_masked(key: torch.Tensor, value: torch.Tensor, num_new: int, window: int | None) -> bool:
-    """Whether every key and value that some query must not see is finite.
+def _masked_keys_are_harmless(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
+    """Whether no key or value can reach a query that must not see it.
 
-    A masked key has weight 0, but 0 times NaN or infinity is NaN: it would leak into queries that do not see it.
+    Kernels mask by adding -infinity to a score and weighing the value with 0. That fails for values that are not
+    finite, and for scores that are not: also those that overflow, although query and key are finite.
     """
-    length = key.shape[1]
-    masked = [slice(length - num_new + 1, length)]
-    if window is not None and length > window:
-        masked = [slice(0, length)]
-    return all(bool(torch.isfinite(rows[:, part]).all()) for rows in (key, value) for part in masked)
+    num_new, length, head_dim = query.shape[0], key.shape[1], query.shape[2]
+    masked = slice(0 if window is not None and length > window else length - num_new + 1, length)
+    largest_score = query.abs().amax().float() * key[:, masked].abs().amax().float() * head_dim
+    return bool(torch.isfinite(largest_score) & torch.isfinite(value[:, masked]).all())
+
+
+def _attend_in_plain_steps(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: int, scale: float, window: int | None
+) -> torch.Tensor:
+    """Scores, softmax and weighted sum one after the other, in float32 at least."""
+    num_new, num_heads, head_dim = query.shape
+    num_kv_heads, length, value_dim = value.shape
+    compute = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(compute).view(num_new, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    scores = grouped @ key.to(compute)[:, None].transpose(-1, -2) * scale
+    if num_new > 1:
+        scores = scores.masked_fill(~_mask(num_new, length, window, query.device), -torch.inf)
+    out = torch.softmax(scores, dim=-1) @ value.to(compute)[:, None]
+    return out.permute(2, 0, 1, 3).reshape(num_new, num_heads, value_dim).to(query.dtype)
 
 
 def _attend_row_by_row(

@@ -27,8 +27,9 @@ class Codes:
 
     @classmethod
     def empty(cls, capacity: int, heads: int, dim: int, device: torch.device) -> Codes:
-        codes = torch.empty(capacity, heads, dim, dtype=torch.int8, device=device)
-        return cls(codes, torch.full((capacity, heads, 1), float("nan"), device=device))
+        with torch.inference_mode(mode=False):  # or a sequence could only be written to in the mode it was opened in
+            codes = torch.empty(capacity, heads, dim, dtype=torch.int8, device=device)
+            return cls(codes, torch.full((capacity, heads, 1), float("nan"), device=device))
 
     def put(self, start: int, rows: torch.Tensor) -> None:
         scale = rows.float().abs().amax(-1, keepdim=True) / 127

@@ -42,7 +42,8 @@ class PagedStorage(Storage):
 
     def _pool(self, heads: int, dim: int) -> torch.Tensor:
         shape = (self.spec.num_blocks + 1, self.spec.block_size, heads, dim)
-        return torch.full(shape, float("nan"), dtype=self.dtype, device=self.device)  # unwritten memory is poison
+        with torch.inference_mode(mode=False):  # or the pool could only be written to in that mode
+            return torch.full(shape, float("nan"), dtype=self.dtype, device=self.device)  # unwritten memory is poison
 
     @classmethod
     def device_memory(cls, device: str, options: Any) -> DeviceMemory:
