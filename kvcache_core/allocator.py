@@ -31,8 +31,8 @@ class BlockAllocator:
         self._lock: AbstractContextManager[Any] = lock or threading.Lock()
         self._never_used = 1  # ids from here on have not been handed out yet
         self._returned: list[int] = []
-        self._references = [0] * (num_blocks + 1)
-        self._retentions: dict[int, int] = {}
+        self._names = [0] * (num_blocks + 1)  # tables that name a block
+        self._references = [0] * (num_blocks + 1)  # of these, tables of live sequences
         self._cached = 0
         self._loose: set[int] = set()
 
@@ -113,51 +113,50 @@ class BlockAllocator:
         fresh = count - reused
         blocks.extend(range(self._never_used, self._never_used + fresh))
         self._never_used += fresh
+        names, references = self._names, self._references
         for block in blocks:
-            self._references[block] = 1
+            names[block] = references[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more reference to each block."""
-        references = self._references
+        names, references = self._names, self._references
         for block in blocks:
+            names[block] += 1
             if not references[block]:
                 self._cached -= 1  # it was named by retained sequences only
             references[block] += 1
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
         """Count one reference less to each block; return those that nobody names any more, in order."""
-        references, retentions = self._references, self._retentions
+        names, references = self._names, self._references
         unnamed = []
         for block in blocks:
+            names[block] -= 1
             references[block] -= 1
-            if not references[block]:
-                if block in retentions:
-                    self._cached += 1
-                else:
-                    unnamed.append(block)
+            if not names[block]:
+                unnamed.append(block)
+            elif not references[block]:
+                self._cached += 1
         return unnamed
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
-        references, retentions = self._references, self._retentions
+        references = self._references
         for block in blocks:
-            retentions[block] = retentions.get(block, 0) + 1
             references[block] -= 1
             if not references[block]:
                 self._cached += 1
 
     def unretain(self, blocks: Sequence[int]) -> list[int]:
         """Count one retention less of each block; return those that nobody names any more, in order."""
-        references, retentions = self._references, self._retentions
+        names = self._names
         unnamed = []
         for block in blocks:
-            retentions[block] -= 1
-            if not retentions[block]:
-                del retentions[block]
-                if not references[block]:
-                    self._cached -= 1
-                    unnamed.append(block)
+            names[block] -= 1
+            if not names[block]:
+                unnamed.append(block)
+        self._cached -= len(unnamed)
         return unnamed
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -176,7 +175,15 @@ class BlockAllocator:
 
     def retentions(self, block: int) -> int:
         """How many retained sequences name `block`."""
-        return self._retentions.get(block, 0)
+        return self._names[block] - self._references[block]
+
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one sequence names `block`, live or retained."""
+        return self._names[block] > 1
+
+    def is_freed_by_unretaining(self, block: int) -> bool:
+        """Whether `block` has but one name left, that of a retained sequence."""
+        return self._names[block] == 1 and not self._references[block]
 
     @property
     def cached_block_count(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
-from kvcache_core.prefix import PrefixEntry, PrefixIndex
+from kvcache_core.prefix_index import PrefixIndex, PrefixNode
 from kvcache_core.sequence import CachedSequence, HandleState
 
 __all__ = ["audit_books", "audit_prefixes"]
@@ -97,23 +97,72 @@ def _held_by_step(sequence: CachedSequence) -> list[int]:
 def audit_prefixes(
     index: PrefixIndex, sequences: Iterable[CachedSequence], retained: Iterable[CachedSequence]
 ) -> list[str]:
-    """Return a line for each entry of the index that does not lead to what it promises."""
+    """Return a line for each block of the index that does not lead to what it promises.
+
+    Args:
+        index: The blocks that prompts can find.
+        sequences: Every live sequence.
+        retained: Every sequence that is kept for reuse.
+    """
+    problems: list[str] = []
+    nodes = {id(node) for node in index}
+    if len(nodes) != len(index):
+        problems.append(f"the index counts {len(index)} blocks and has {len(nodes)}")
+    held: dict[CachedSequence, set[int]] = {}
+    for sequence in sequences:
+        held[sequence] = _held_nodes(sequence)
+        if sequence.is_kept:
+            problems.append(f"{sequence.request_id}: is live though it was given up for reuse")
+    for sequence in retained:
+        held[sequence] = _held_nodes(sequence)
+        problems += _audit_retained(sequence, index.block_size)
+    for sequence, own in held.items():
+        lost = len(own - nodes)
+        if lost:
+            problems.append(f"{sequence.request_id}: {lost} of its named blocks are not in the index")
+        if sequence.tip is not None and sequence not in (sequence.tip.tips or ()):
+            problems.append(f"{sequence.request_id}: its last named block does not know it")
+    for node in index:
+        problems += [f"prefix block {node.name.hex()[:8]}: {problem}" for problem in _audit_node(node, held, index)]
+    return problems
+
+
+def _held_nodes(sequence: CachedSequence) -> set[int]:
+    nodes = set()
+    node = sequence.tip
+    while node is not None and node.depth:
+        nodes.add(id(node))
+        node = node.parent
+    return nodes
+
+
+def _audit_retained(sequence: CachedSequence, block_size: int) -> list[str]:
+    name, depth = sequence.request_id, 0 if sequence.tip is None else sequence.tip.depth
     problems = []
-    holders = {id(sequence): sequence for sequence in (*sequences, *retained)}
-    entries = {id(entry) for _, entry in index}
-    for digest, entry in index:
-        name, position = f"prefix entry {digest.hex()[:8]}", entry.position
-        home = entry.home
-        if id(home) not in holders:
-            problems.append(f"{name}: its home {home.request_id} is gone")
-        elif position >= len(home.digests) or home.digests[position] != digest or position >= len(home.blocks):
-            problems.append(f"{name}: its home {home.request_id} does not hold it")
-        elif home.token_ids[position * index.block_size : (position + 1) * index.block_size].tobytes() != entry.tokens:
-            problems.append(f"{name}: its home {home.request_id} holds other tokens")
-        if isinstance(entry.parent, PrefixEntry) and id(entry.parent) not in entries:
-            problems.append(f"{name}: the block before it cannot be found")
-    for sequence in holders.values():
-        missing = [digest for digest in sequence.digests if index.get(digest) is None]
-        if missing:
-            problems.append(f"{sequence.request_id}: {len(missing)} of its named blocks are not in the index")
+    if not sequence.is_kept or sequence.transaction is not None:
+        problems.append(f"{name}: is kept for reuse and still in use")
+    if not depth == len(sequence.blocks) == sequence.num_tokens / block_size == len(sequence.token_ids) / block_size:
+        problems.append(
+            f"{name}: is kept for {depth} blocks and has {len(sequence.blocks)}, {sequence.num_tokens} tokens and "
+            f"{len(sequence.token_ids)} token ids"
+        )
+    return problems
+
+
+def _audit_node(node: PrefixNode, held: dict[CachedSequence, set[int]], index: PrefixIndex) -> list[str]:
+    home, size = node.home, index.block_size
+    problems = []
+    if id(node) not in held.get(home, ()):
+        problems.append(f"its home {home.request_id} is gone or does not hold it")
+    elif home.token_ids[(node.depth - 1) * size : node.depth * size].tobytes() != node.tokens:
+        problems.append(f"its home {home.request_id} holds other tokens")
+    elif len(home.blocks) < node.depth:
+        problems.append(f"its home {home.request_id} has no block for it")
+    strangers = [tip.request_id for tip in node.tips or () if tip not in held or tip.tip is not node]
+    if strangers:
+        problems.append(f"it is not the last one of {', '.join(strangers)}")
+    if not node.children and not node.tips:
+        problems.append("nobody holds it")
+    if node.name != node.parent.name_of_child(node.tokens) or node.parent.children.get(node.tokens) is not node:
+        problems.append("its name or its place does not fit its tokens")
     return problems

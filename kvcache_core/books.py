@@ -80,7 +80,7 @@ class Books:
 
     def is_shared(self, block: int) -> bool:
         """Whether somebody besides one sequence relies on the block's contents."""
-        return self.allocator.references(block) + self.allocator.retentions(block) > 1
+        return self.allocator.is_shared(block)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more sequence names these blocks."""

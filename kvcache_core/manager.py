@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from array import array
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -74,6 +73,7 @@ class KvCacheManager:
         )
         self._reported = (0, 0)
         self._own_specs = _own_specs(storage.spec.geometry)
+        self._fixed = self._fixed_for_requests()
 
     # -- what it is --------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class KvCacheManager:
         return self.handle_to(
             self.store.open(
                 request.request_id,
-                array("q", request.token_ids),
+                request.prompt,
                 request.initial_tokens,
                 self._max_tokens(request),
                 request.priority,
@@ -291,7 +291,10 @@ class KvCacheManager:
         request = self._checked_request(request, fields)
         with self.store.locked():
             return self.store.prefixes.explain(
-                self._prefix_key(request), array("q", request.token_ids), across_salts=across_salts
+                self._prefix_key(request),
+                request.prompt,
+                self._max_tokens(request),
+                across_salts=across_salts,
             )
 
     def share_prefix(self, source: KvCacheHandle, target: KvCacheHandle, num_tokens: int) -> None:
@@ -419,31 +422,39 @@ class KvCacheManager:
         handle.require_usable()
         return handle.sequence
 
-    def _prefix_key(self, request: AllocationRequest) -> PrefixKey:
+    def _prefix_key(self, request: AllocationRequest) -> PrefixKey | None:
+        """What blocks of this prompt can be found by, or None if by nobody."""
         settings = self.store.prefixes.settings
-        key = request.prefix_key(settings.namespace)
         if settings.cross_request_sharing:
-            return key
-        return replace(key, extra={**key.extra, "request_id": request.request_id})
+            return request.prefix_key(settings.namespace)
+        if request.request_id is None:  # the id that is made up for it will never be asked for again
+            return None
+        return replace(request.prefix_key(settings.namespace), request=request.request_id)
 
     def _max_tokens(self, request: AllocationRequest) -> int:
         return request.max_sequence_length or self.max_sequence_length
+
+    def _fixed_for_requests(self) -> dict[str, str]:
+        """What a request may ask for but not choose, as text."""
+        geometry, spec = self.geometry, self.geometry.single_spec
+        heads, head_dim = (spec.num_kv_heads, spec.head_dim) if spec else (_DIFFERS, _DIFFERS)
+        values = {
+            "num_layers": geometry.num_layers,
+            "num_heads": heads,
+            "head_dim": head_dim,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
+        return {name: _text(value) for name, value in values.items()}
 
     def _checked_request(self, request: AllocationRequest | None, fields: dict[str, Any]) -> AllocationRequest:
         if request is None:
             request = AllocationRequest(**fields)
         elif fields:
             raise TypeError("give either an AllocationRequest or its fields, not both")
-        spec, geometry = self.geometry.single_spec, self.geometry
-        wanted = {
-            "num_layers": (request.num_layers, geometry.num_layers),
-            "num_heads": (request.num_heads, spec.num_kv_heads if spec else "different from layer to layer"),
-            "head_dim": (request.head_dim, spec.head_dim if spec else "different from layer to layer"),
-            "device": (_text(request.device), _text(self.device)),
-            "dtype": (_text(request.dtype), _text(self.dtype)),
-        }
-        for name, (asked, actual) in wanted.items():
-            if asked is not None and asked != actual:
+        for name, actual in self._fixed.items():
+            asked = getattr(request, name)
+            if asked is not None and _text(asked) != actual:
                 raise ShapeError(f"the request asks for {name}={asked} and the cache's is {actual}")
         if self._max_tokens(request) > self.max_sequence_length:
             raise ShapeError(
@@ -457,6 +468,9 @@ def _own_specs(geometry: CacheGeometry) -> dict[int, LayerSpec]:
     return {layer: group.spec for group in geometry.groups for layer in group.layers}
 
 
-def _text(value: Any) -> str | None:
-    """A device or dtype as text, however it was given."""
-    return None if value is None else str(value).removeprefix("torch.")
+_DIFFERS = "different from layer to layer"
+
+
+def _text(value: object) -> str:
+    """A number, device or dtype as text, however it was given."""
+    return str(value).removeprefix("torch.")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from kvcache_core.books import Books
+from kvcache_core.errors import ConfigError
 from kvcache_core.eviction import CacheEvictionPolicy, EvictionCandidate
-from kvcache_core.prefix import PrefixExplanation, PrefixIndex, PrefixKey
+from kvcache_core.prefix import KeyValue, PrefixExplanation, PrefixKey
+from kvcache_core.prefix_index import PrefixIndex, PrefixNode
 from kvcache_core.sequence import CachedSequence
 from kvcache_core.storage import Storage
 
@@ -28,6 +32,9 @@ class PrefixSettings:
         ttl_seconds: Seconds without use after which a kept prefix is dropped, or None for never.
         cross_request_sharing: Whether a prompt finds what sequences with another request id stored.
         namespace: Identity of the model, part of every key.
+
+    Raises:
+        ConfigError: A number is negative.
     """
 
     enabled: bool = False
@@ -35,7 +42,13 @@ class PrefixSettings:
     min_prefix_length: int = 0
     ttl_seconds: float | None = None
     cross_request_sharing: bool = True
-    namespace: str | None = None
+    namespace: KeyValue = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_prefixes", "min_prefix_length", "ttl_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} must be at least 0, not {value!r}", key=f"prefix.{name}")
 
 
 @dataclass(frozen=True)
@@ -44,12 +57,12 @@ class PrefixHit:
 
     Attributes:
         home: A sequence that holds all of it.
-        digests: Names of its blocks.
+        tip: Its last block.
         num_tokens: Its length.
     """
 
     home: CachedSequence
-    digests: list[bytes]
+    tip: PrefixNode
     num_tokens: int
 
 
@@ -57,11 +70,12 @@ class PrefixCache:
     """Finds and keeps prefixes; all methods run under the cache's lock.
 
     A finished sequence is kept whole up to its last findable block: the record, its table and its slot stay
-    as they were, and only its handles are gone. Evicting cuts such a sequence from the tail.
+    as they were, and only its handles are gone. Evicting cuts such a sequence from the tail. No kept sequence is
+    a prefix of another.
 
     Attributes:
         settings: How prefixes are kept and found; may be replaced at any time.
-        retained: Sequences that are kept though no handle refers to them, by cache id.
+        retained: Sequences that are kept though no handle refers to them, by cache id, least recently used first.
         looked_up: Prompt tokens that were looked up so far.
         found: Prompt tokens that were found so far.
         evictions: Cached blocks dropped so far to make room.
@@ -77,13 +91,14 @@ class PrefixCache:
     ) -> None:
         self.settings = settings
         self.policy = policy
-        self.retained: dict[str, CachedSequence] = {}
+        self.retained: OrderedDict[str, CachedSequence] = OrderedDict()
         self.looked_up = 0
         self.found = 0
         self.evictions = 0
         self.index = PrefixIndex(books.block_size)
         self._books = books
         self._storage = storage
+        self._paged = storage.placement == "paged"
         self._live = live
 
     @property
@@ -99,50 +114,80 @@ class PrefixCache:
 
     # -- finding -----------------------------------------------------------------------------------------
 
-    def lookup(self, key: PrefixKey, token_ids: array[int]) -> PrefixHit | None:
-        """Find the longest cached prefix that leaves the last token of the prompt to compute."""
-        if not self.settings.enabled or not token_ids:
-            return None
-        self.expire()
-        self.looked_up += len(token_ids)
-        digests, entry = self.index.match(key, token_ids, self._most_blocks(token_ids))
-        num_tokens = len(digests) * self._books.block_size
-        if entry is None or num_tokens < self.settings.min_prefix_length:
-            return None
-        self.found += num_tokens
-        home = entry.home
-        if home.cache_id in self.retained:
-            home.touch()
-            self.policy.record_access(home.cache_id)
-        return PrefixHit(home, digests, num_tokens)
+    def capacity(self, max_tokens: int) -> int:
+        """How many tokens to open a slot for that is to hold `max_tokens`.
 
-    def explain(self, key: PrefixKey, token_ids: array[int], *, across_salts: bool) -> PrefixExplanation:
-        """Say what a prompt would find now, and why not more; changes nothing."""
-        size, minimum = self._books.block_size, self.settings.min_prefix_length
-        most = self._most_blocks(token_ids)
+        In contiguous memory a later prompt that finds its prefix there may want to grow further.
+        """
+        return max(max_tokens, self._storage.spec.max_sequence_length) if self.settings.enabled else max_tokens
+
+    def find(self, key: PrefixKey | None, token_ids: array[int], max_tokens: int) -> PrefixHit | None:
+        """Find the longest cached prefix that leaves the last token of the prompt to compute.
+
+        Args:
+            key: What the prompt's K and V depend on besides its tokens; None finds nothing.
+            token_ids: The prompt.
+            max_tokens: Tokens that the sequence is to hold at most.
+        """
+        if key is None or not self.settings.enabled:
+            return None
+        size = self._books.block_size
+        least = max(1, self.settings.min_prefix_length)
+        node = self.index.find(key, token_ids, self._most_blocks(token_ids))
+        while node is not None and node.depth * size >= least:
+            home = self._forkable(node, max_tokens)
+            if home is not None:
+                return PrefixHit(home, node, node.depth * size)
+            node = node.parent
+        return None
+
+    def _forkable(self, node: PrefixNode, max_tokens: int) -> CachedSequence | None:
+        """A sequence that holds the block and whose memory a longer one can share now."""
+        if self._paged:
+            return node.home
+        # In contiguous memory nobody else may touch a slot that an open step is writing to.
+        candidates = itertools.chain([node.home], node.holders())
+        return next((held for held in candidates if held.transaction is None and held.capacity >= max_tokens), None)
+
+    def note_lookup(self, num_tokens: int, hit: PrefixHit | None) -> None:
+        """Count a prompt that was looked up, and note that what it found was used."""
         if not self.settings.enabled:
-            return PrefixExplanation(
-                num_tokens=0, reason="disabled", diverged_at=None, message="prefix reuse is switched off"
-            )
+            return
+        if hit is not None:
+            if hit.home.is_kept:
+                self._use(hit.home)
+            self.found += hit.num_tokens
+        self.looked_up += num_tokens
+
+    def explain(
+        self, key: PrefixKey | None, token_ids: array[int], max_tokens: int, *, across_salts: bool
+    ) -> PrefixExplanation:
+        """Say what a prompt would find now, and why not more."""
+        size, minimum, length = self._books.block_size, self.settings.min_prefix_length, len(token_ids)
+        most = self._most_blocks(token_ids)
+        if key is None or not self.settings.enabled:
+            return PrefixExplanation(num_tokens=0, reason="disabled", message="prefix reuse is switched off")
         if most == 0:
-            return PrefixExplanation(
-                num_tokens=0,
-                reason="shorter-than-a-block",
-                diverged_at=None,
-                message=f"{len(token_ids)} tokens hold no full block of {size} besides the last token",
-            )
+            message = f"{length} tokens hold no full block of {size} besides the last token"
+            return PrefixExplanation(num_tokens=0, reason="shorter-than-a-block", message=message)
         blocks, reason, diverged_at = self.index.explain(key, token_ids, most, across_salts=across_salts)
-        found = blocks * size
-        if 0 < found < minimum:
-            message = f"{found} tokens are cached, fewer than min_prefix_length={minimum}"
-            return PrefixExplanation(num_tokens=0, reason="below-minimum", diverged_at=None, message=message)
-        after = f"{found} of {len(token_ids)} tokens are cached; "
-        message = {
-            "hit": f"{found} of {len(token_ids)} tokens are cached; the rest of the last block is always computed",
-            "evicted": after + f"the block at token {found} was stored and has been dropped since",
-            "diverged": after + f"what is cached differs from token {diverged_at} on",
-            "salt-differs": after + "the same tokens are cached under another key",
-        }.get(reason, after + f"the block at token {found} was never stored")
+        cached = blocks * size
+        if 0 < cached < minimum:
+            message = f"{cached} tokens are cached, fewer than min_prefix_length={minimum}"
+            return PrefixExplanation(num_tokens=0, reason="below-minimum", message=message)
+        hit = self.find(key, token_ids, max_tokens)
+        found = hit.num_tokens if hit is not None else 0
+        if found < cached:
+            message = f"{cached} tokens are cached, but only {found} can be shared while steps over them are open"
+            return PrefixExplanation(num_tokens=found, reason="busy", message=message)
+        why = {
+            "hit": "the rest is always computed",
+            "evicted": f"the block at token {found} was stored and has been dropped since",
+            "diverged": f"what is cached differs from token {diverged_at} on",
+            "salt-differs": "the same tokens are cached under another salt, adapter or namespace",
+            "never-stored": f"the block at token {found} was never stored",
+        }
+        message = f"{found} of {length} tokens are cached; {why[reason]}"
         return PrefixExplanation(num_tokens=found, reason=reason, diverged_at=diverged_at, message=message)
 
     def _most_blocks(self, token_ids: array[int]) -> int:
@@ -160,82 +205,104 @@ class PrefixCache:
 
         Not done at the commit that completes a block, since attention of that step may still read it.
         """
-        if self._storage.placement != "paged":
+        node, done = sequence.tip, sequence.deduplicated
+        if node is None or node.depth == done:
             return
-        digests = sequence.digests
-        for position in range(sequence.deduplicated, len(digests)):
-            entry = self.index.get(digests[position])
-            if entry is None or entry.home is sequence:
-                continue
-            own, other = sequence.blocks[position], entry.home.blocks[position]
+        sequence.deduplicated = node.depth
+        if not self._paged:
+            return
+        replaced = []
+        while node.depth > done:
+            position = node.depth - 1
+            own, other = sequence.blocks[position], node.home.blocks[position]
             if own != other:
                 self._books.share([other])
                 sequence.blocks[position] = other
-                sequence.version += 1  # a finished step over it must not read the old block any more
-                self._books.release([own])
-        sequence.deduplicated = len(digests)
+                replaced.append(own)
+            node = node.parent
+        if replaced:
+            sequence.version += 1  # a finished step over it must not read the old blocks any more
+            self._books.release(replaced)
 
-    def retain(self, sequence: CachedSequence) -> bool:
-        """Keep a sequence whose last handle is being freed, if it is worth it.
-
-        Returns:
-            Whether it was kept; if not, the caller frees it.
-        """
-        settings, size = self.settings, self._books.block_size
-        keep = len(sequence.digests)
-        if not settings.enabled or not keep or keep * size < settings.min_prefix_length or not settings.max_prefixes:
-            return False
+    def retain(self, sequence: CachedSequence) -> None:
+        """Take over a sequence whose last handle is being freed, if it is worth it; `is_kept` then tells so."""
+        settings, size, tip = self.settings, self._books.block_size, sequence.tip
+        if tip is None or not settings.enabled or not settings.max_prefixes:
+            return
+        keep = tip.depth
+        if keep * size < settings.min_prefix_length:
+            return
+        if tip.home.is_kept:  # another one holds all that this one would be kept for
+            self._use(tip.home)
+            return
+        self._storage.truncate(sequence.slot, keep * size)  # first, since it may raise
         self.deduplicate(sequence)
-        if self._is_covered(sequence):
-            return False
-        self._storage.truncate(sequence.slot, keep * size)
-        dropped = sequence.blocks[keep:]
-        del sequence.blocks[keep:]
-        self._books.release(dropped)
+        dropped = self._shorten(sequence, keep)
         self._books.retain(sequence.blocks)
-        sequence.num_tokens = keep * size
-        del sequence.token_ids[keep * size :]
-        sequence.touch()
+        sequence.is_kept = True
         self.retained[sequence.cache_id] = sequence
-        self.policy.record_access(sequence.cache_id)
-        self._drop_covered_by(sequence)
+        branch = self.index.prefer(sequence)
+        try:
+            self._books.release(dropped)
+        finally:
+            self._use(sequence)
+        if branch is not None and branch.tips:
+            for prefix in [held for held in branch.tips if held.is_kept]:
+                self._drop(prefix)
         while len(self.retained) > settings.max_prefixes:
             self._evict_one()
-        return sequence.cache_id in self.retained
 
-    def _is_covered(self, sequence: CachedSequence) -> bool:
-        """Whether another retained sequence holds everything that this one would be kept for."""
-        entry = self.index.get(sequence.digests[-1])
-        if entry is None or entry.home.cache_id not in self.retained:
-            return False
-        entry.home.touch()
-        self.policy.record_access(entry.home.cache_id)
-        return True
-
-    def _drop_covered_by(self, sequence: CachedSequence) -> None:
-        """Drop retained sequences that are a prefix of this one."""
-        homes = {entry.home.cache_id: entry.home for digest in sequence.digests if (entry := self.index.get(digest))}
-        for home in homes.values():
-            depth = len(home.digests)
-            covered = home.cache_id in self.retained and home is not sequence
-            if covered and sequence.digests[depth - 1 : depth] == home.digests[-1:]:
-                self._cut(home, 0)
+    def _use(self, kept: CachedSequence) -> None:
+        kept.touch()
+        self.retained.move_to_end(kept.cache_id)
+        self.policy.record_access(kept.cache_id)
 
     # -- dropping ----------------------------------------------------------------------------------------
 
     def make_room(self, count: int) -> None:
         """Evict until `count` blocks are free or nothing is left to evict."""
         allocator = self._books.allocator
-        if count <= allocator.free_block_count or not self.retained:
-            return
-        for cache_id in self.policy.select_eviction_candidates(_Candidates(self.retained)):
-            missing = count - allocator.free_block_count
-            if missing <= 0:
+        for cache_id in list(self.policy.select_eviction_candidates(_Candidates(self.retained))):
+            free = allocator.free_block_count
+            if free >= count:
                 return
-            sequence = self.retained[cache_id]
-            before = allocator.free_block_count
-            self._cut(sequence, self._cut_point(sequence, missing))
-            self.evictions += allocator.free_block_count - before
+            sequence = self.retained.get(cache_id)
+            if sequence is not None:
+                self._evict(sequence, count - free)
+                self.evictions += allocator.free_block_count - free
+
+    def _evict(self, sequence: CachedSequence, missing: int) -> None:
+        """Cut a kept sequence from the tail until `missing` blocks are freed; leave what frees nothing."""
+        keep = self._cut_point(sequence, missing)
+        if keep == len(sequence.blocks):
+            return
+        last = sequence.tip.ancestor(keep) if sequence.tip is not None else None
+        if last is None or any(held.is_kept and held is not sequence for held in last.holders()):
+            self._drop(sequence)  # another one keeps the rest
+        else:
+            self._cut(sequence, keep)
+
+    def _cut_point(self, sequence: CachedSequence, missing: int) -> int:
+        """How many leading blocks to keep so that dropping the rest frees `missing` blocks, or all it can."""
+        is_freed = self._books.allocator.is_freed_by_unretaining
+        blocks = sequence.blocks
+        keep = len(blocks)
+        for position in range(len(blocks) - 1, -1, -1):
+            if is_freed(blocks[position]):
+                keep = position
+                missing -= 1
+                if not missing:
+                    break
+        return keep
+
+    def _evict_one(self) -> None:
+        """Drop one kept sequence whole."""
+        free = self._books.allocator.free_block_count
+        chosen = self.policy.select_eviction_candidates(_Candidates(self.retained))
+        known = (self.retained[cache_id] for cache_id in chosen if cache_id in self.retained)
+        oldest = next(iter(self.retained.values()))  # where the policy spares everything, the limit holds all the same
+        self._drop(next(known, oldest))
+        self.evictions += self._books.allocator.free_block_count - free
 
     def expire(self) -> None:
         """Drop what was not used for longer than the time to live."""
@@ -243,70 +310,61 @@ class PrefixCache:
         if ttl is None:
             return
         oldest = time.time() - ttl
-        for sequence in [kept for kept in self.retained.values() if kept.last_access < oldest]:
-            self._cut(sequence, 0)
+        while self.retained:
+            kept = next(iter(self.retained.values()))
+            if kept.last_access >= oldest:
+                return
+            self._drop(kept)
 
     def forget(self, sequence: CachedSequence, keep: int) -> None:
         """A sequence no longer holds its blocks from logical index `keep` on."""
-        if keep < len(sequence.digests):
-            self.index.rehome(sequence, keep, itertools.chain(self.retained.values(), self._live.values()))
-            sequence.deduplicated = min(sequence.deduplicated, keep)
+        self.index.leave(sequence, keep)
+        sequence.deduplicated = min(sequence.deduplicated, keep)
 
     def clear(self) -> int:
         """Drop everything that is kept; what live sequences hold is not findable any more either.
 
         Returns:
-            How many entries were dropped.
+            How many blocks could be found before.
         """
         dropped = len(self.index)
-        for sequence in self._live.values():
-            sequence.digests.clear()
-            sequence.prefix_key = None
-            sequence.deduplicated = 0
-        for sequence in list(self.retained.values()):
-            sequence.digests.clear()
-            self._cut(sequence, 0)
         self.index.clear()
+        for sequence in (*self._live.values(), *self.retained.values()):
+            sequence.tip = sequence.prefix_key = None
+            sequence.deduplicated = 0
+        with ExitStack() as stack:  # all of them, even if the storage raises
+            for sequence in self.retained.values():
+                stack.callback(self._drop, sequence)
         return dropped
 
-    def _cut_point(self, sequence: CachedSequence, missing: int) -> int:
-        """How many leading blocks to keep so that cutting the rest frees `missing` blocks, or all it can."""
-        allocator = self._books.allocator
-        for keep in range(len(sequence.blocks) - 1, -1, -1):
-            block = sequence.blocks[keep]
-            missing -= allocator.references(block) == 0 and allocator.retentions(block) == 1
-            if missing <= 0:
-                return keep
-        return 0
-
-    def _evict_one(self) -> None:
-        for cache_id in self.policy.select_eviction_candidates(_Candidates(self.retained)):
-            free = self._books.allocator.free_block_count
-            self._cut(self.retained[cache_id], 0)
-            self.evictions += self._books.allocator.free_block_count - free
-            return
-        self._cut(next(iter(self.retained.values())), 0)  # the policy spares everything; the limit holds all the same
-
     def _cut(self, sequence: CachedSequence, keep: int) -> None:
-        """Keep the first `keep` blocks of a retained sequence; with none, it is gone."""
-        dropped = sequence.blocks[keep:]
-        if keep:
-            self._storage.truncate(sequence.slot, keep * self._books.block_size)
-        else:
-            del self.retained[sequence.cache_id]
-            self.policy.forget(sequence.cache_id)
+        """Keep the first `keep` blocks of a kept sequence."""
+        self._storage.truncate(sequence.slot, keep * self._books.block_size)
         self.forget(sequence, keep)
+        self._books.release_retained(self._shorten(sequence, keep))
+
+    def _drop(self, sequence: CachedSequence) -> None:
+        """Keep a sequence no longer."""
+        self.policy.forget(sequence.cache_id)
+        del self.retained[sequence.cache_id]
+        self.forget(sequence, 0)
+        slot, sequence.slot = sequence.slot, None
+        try:
+            self._books.release_retained(self._shorten(sequence, 0))
+        finally:
+            self._storage.close(slot)
+
+    def _shorten(self, sequence: CachedSequence, keep: int) -> list[int]:
+        """Bring a sequence's books down to its first `keep` blocks; return the others."""
+        dropped = sequence.blocks[keep:]
         del sequence.blocks[keep:]
         sequence.num_tokens = keep * self._books.block_size
         del sequence.token_ids[sequence.num_tokens :]
-        self._books.release_retained(dropped)
-        if not keep:
-            slot, sequence.slot = sequence.slot, None
-            self._storage.close(slot)
+        return dropped
 
 
 class _Candidates(Mapping[str, EvictionCandidate]):
-    """The retained sequences as a policy sees them, described only when it looks."""
+    """The kept sequences as a policy sees them, described only when it looks."""
 
     def __init__(self, retained: Mapping[str, CachedSequence]) -> None:
         self._retained = retained

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_core.counts import check_count
 from kvcache_core.errors import ConfigError, ShapeError
@@ -21,6 +21,7 @@ from kvcache_core.validation import show
 
 if TYPE_CHECKING:
     from kvcache_core.handle import KvCacheHandle
+    from kvcache_core.prefix_index import PrefixNode
     from kvcache_core.step import Transaction
 
 __all__ = ["AllocationRequest", "CachedSequence", "HandleState", "token_array"]
@@ -56,11 +57,14 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
     """Return token ids as a signed 64-bit array.
 
     Args:
-        token_ids: Ints, or a one-dimensional integer tensor or array (anything with `tolist()`).
+        token_ids: Ints, or a one-dimensional integer tensor or array (anything with `tolist()`). An `array("q")`
+            is copied as it is, without looking at each id.
 
     Raises:
         ShapeError: An id is not an int of at most 64 bits, or the tensor has more than one dimension.
     """
+    if isinstance(token_ids, array) and token_ids.typecode == "q":
+        return token_ids[:]
     values = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     try:
         if isinstance(values, (bytes, bytearray)):  # which `array` would take for its own memory
@@ -88,13 +92,14 @@ class AllocationRequest:
     """What a new sequence needs.
 
     Attributes:
-        token_ids: The prompt. Room for it is reserved, and its cached prefix, if any, is reused.
+        token_ids: The prompt, which is copied to an `array("q")`. Room for it is reserved, and its cached prefix, if
+            any, is reused.
         num_tokens: Tokens to reserve room for when the prompt's ids are not given, or for more than the prompt.
         request_id: The caller's name for the sequence; made up when None.
         max_sequence_length: Tokens the sequence may ever hold; the cache's own maximum when None.
         priority: Higher is more important; eviction policies may use it.
         adapter: Name or digest of the adapter the prompt runs with; prompts reuse only what the same one stored.
-        salt: A tenant's secret; prompts reuse only what the same salt stored.
+        salt: A tenant's secret; prompts reuse only what the same salt stored. Not shown by `repr`.
         extra_keys: Whatever else the contents depend on, such as digests of attached media, by name.
         num_layers: If given, must equal the cache's.
         num_heads: Key/value heads; if given, must equal the cache's.
@@ -109,7 +114,7 @@ class AllocationRequest:
     max_sequence_length: int | None = None
     priority: int = 0
     adapter: KeyValue = None
-    salt: KeyValue = None
+    salt: KeyValue = field(default=None, repr=False)
     extra_keys: Mapping[str, KeyValue] = field(default_factory=dict)
     num_layers: int | None = None
     num_heads: int | None = None
@@ -118,10 +123,11 @@ class AllocationRequest:
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", tuple(token_array(self.token_ids)))
+        object.__setattr__(self, "token_ids", token_array(self.token_ids))
         for name in ("num_tokens", "max_sequence_length", "num_layers", "num_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), least=0 if name == "num_tokens" else 1)
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value, least=0 if name == "num_tokens" else 1)
         if type(self.priority) is not int:
             raise ShapeError(f"priority must be an int, not {show(self.priority)}")
         check_request_id(self.request_id)
@@ -134,7 +140,12 @@ class AllocationRequest:
     @property
     def initial_tokens(self) -> int:
         """Tokens to reserve room for."""
-        return max(len(tuple(self.token_ids)), self.num_tokens or 0)
+        return max(len(self.prompt), self.num_tokens or 0)
+
+    @property
+    def prompt(self) -> array[int]:
+        """The ids as they are kept."""
+        return cast("array[int]", self.token_ids)
 
     def estimated_memory_bytes(self, geometry: CacheGeometry | None = None, dtype: str | None = None) -> int:
         """Bytes of K and V that `initial_tokens` take, not rounded to blocks.
@@ -169,12 +180,14 @@ class CachedSequence:
         generation: The cache's generation it belongs to.
         priority: Higher is more important.
         slot: What the storage returned for it.
+        capacity: Tokens that its slot was opened for.
         blocks: Physical block ids in logical order.
         num_tokens: Committed tokens.
         token_ids: Ids of the leading tokens that were named; anonymous ones end it.
         prefix_key: What its blocks depend on besides the token ids, or None if they must not be found by others.
-        digests: Names of its leading full blocks that can be found by others.
+        tip: The last of its leading full blocks that can be found by others, or None if none can.
         deduplicated: How many of these were already replaced by equal blocks that others hold.
+        is_kept: No handle is left, and its memory was given up for reuse.
         references: Live handles.
         state: Active, swapped or freed.
         version: Changes whenever the contents or the table change.
@@ -189,11 +202,13 @@ class CachedSequence:
     priority: int
     slot: Any
     blocks: list[int]
+    capacity: int = 0
     num_tokens: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     prefix_key: PrefixKey | None = None
-    digests: list[bytes] = field(default_factory=list)
+    tip: PrefixNode | None = None
     deduplicated: int = 0
+    is_kept: bool = False
     references: int = 0
     state: HandleState = HandleState.ACTIVE
     version: int = 0

@@ -127,7 +127,7 @@ class SequenceStore:
         num_tokens: int,
         max_tokens: int,
         priority: int,
-        prefix_key: PrefixKey,
+        prefix_key: PrefixKey | None,
     ) -> CachedSequence:
         """Open a sequence with room for `num_tokens`, which starts with the cached prefix of `token_ids`."""
         with self.locked():
@@ -135,18 +135,23 @@ class SequenceStore:
             name = self._unused_name(request_id)
             sequence = CachedSequence(unique_id("kv"), name, max_tokens, self.generation, priority, None, [])
             sequence.prefix_key = prefix_key
-            hit = self.prefixes.lookup(prefix_key, token_ids)
+            self.prefixes.expire()
+            hit = self.prefixes.find(prefix_key, token_ids, max_tokens)
             if hit is None:
-                sequence.slot = self.storage.open(max_tokens)
+                sequence.capacity = self.prefixes.capacity(max_tokens)
+                sequence.slot = self.storage.open(sequence.capacity)
             else:
                 self._start_with(sequence, hit, token_ids)
             self._enter(sequence)  # before room is made: the eviction has to see what it holds
             missing = blocks_for(num_tokens, self.books.block_size) - len(sequence.blocks)
+            purpose = f"for a sequence of {num_tokens} tokens"
             try:
-                sequence.blocks += self.books.take(missing, purpose=f"for a sequence of {num_tokens} tokens")
+                self.books.require(missing, purpose=purpose)
+                self.prefixes.note_lookup(len(token_ids), hit)  # so that others are evicted before what was found
+                sequence.blocks += self.books.take(missing, purpose=purpose)
             except BaseException:
-                self._leave(sequence)
                 self.allocations -= 1
+                self._leave(sequence)
                 raise
             return sequence
 
@@ -155,12 +160,13 @@ class SequenceStore:
         home, num_tokens = hit.home, hit.num_tokens
         shared_tokens = self.storage.shared_tokens(home.slot, num_tokens)
         sequence.slot = self.storage.fork(home.slot, num_tokens)
+        sequence.capacity = home.capacity
         sequence.blocks = home.blocks[: shared_tokens // self.books.block_size]
         self.books.share(sequence.blocks)
         sequence.num_tokens = num_tokens
         sequence.token_ids = token_ids[:num_tokens]
-        sequence.digests = hit.digests
-        sequence.deduplicated = len(sequence.blocks)
+        sequence.deduplicated = hit.tip.depth
+        self.prefixes.index.hold(sequence, hit.tip)
 
     def fork(self, source: CachedSequence, request_id: str | None) -> CachedSequence:
         """Open a sequence that starts with the tokens of `source`."""
@@ -182,11 +188,12 @@ class SequenceStore:
             sequence = CachedSequence(
                 unique_id("kv"), name, source.max_tokens, self.generation, source.priority, slot, shared + copied
             )
+            sequence.capacity = source.capacity
             sequence.num_tokens = num_tokens
             sequence.token_ids = source.token_ids[:]
             sequence.prefix_key = source.prefix_key
-            sequence.digests = source.digests[:]
             sequence.deduplicated = source.deduplicated
+            self.prefixes.index.hold(sequence, source.tip)
             return self._enter(sequence)
 
     def share_prefix(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> None:
@@ -199,29 +206,45 @@ class SequenceStore:
                 raise ShapeError(f"{target.request_id!r} must be another sequence, and empty, to take over a prefix")
             if type(num_tokens) is not int or not 0 <= num_tokens <= most:
                 raise ShapeError(f"share_prefix takes an int from 0 to {most} tokens, not {show(num_tokens)}")
+            if source.capacity < target.max_tokens and self.storage.placement == "contiguous":
+                raise ShapeError(
+                    f"{target.request_id!r} may hold {target.max_tokens} tokens and memory like that of "
+                    f"{source.request_id!r} only {source.capacity}; allocate both with the same max_sequence_length"
+                )
             size = self.books.block_size
             used = blocks_for(num_tokens, size)
             shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
             shared = source.blocks[: used if shared_tokens >= num_tokens else shared_tokens // size]
             room = max(used, len(target.blocks))  # what was reserved stays reserved
-            copied = self.books.take(room - len(shared), purpose=f"to share {num_tokens} tokens")
+            missing = room - len(shared) - len(target.blocks)
+            taken = self.books.take(max(0, missing), purpose=f"to share {num_tokens} tokens")
             try:
                 slot = self.storage.fork(source.slot, num_tokens)
             except BaseException:
-                self.books.release(copied)
+                self.books.release(taken)
                 raise
             self.books.share(shared)
-            old_slot, old_blocks = target.slot, target.blocks
-            target.slot, target.blocks = slot, shared + copied
+            blocks = [*shared, *target.blocks, *taken]
+            old_slot, target.slot = target.slot, slot
+            target.blocks = blocks[:room]
+            target.capacity = source.capacity
             target.num_tokens = num_tokens
             target.token_ids = source.token_ids[:num_tokens]
-            target.prefix_key = source.prefix_key
-            target.digests = source.digests[: num_tokens // size]
-            target.deduplicated = min(source.deduplicated, num_tokens // size)
             target.version += 1
             target.touch()
-            self.books.release(old_blocks)
-            self.storage.close(old_slot)
+            self._take_over_names(source, target, num_tokens // size)
+            try:
+                self.books.release(blocks[room:])
+            finally:
+                self.storage.close(old_slot)
+
+    def _take_over_names(self, source: CachedSequence, target: CachedSequence, num_blocks: int) -> None:
+        """Let prompts find the shared prefix through `target` too, if those that may find one may find the other."""
+        if source.prefix_key != target.prefix_key:
+            target.prefix_key = None  # what it holds was computed under one key, and what follows under another
+        elif source.tip is not None:
+            self.prefixes.index.hold(target, source.tip.ancestor(num_blocks))
+            target.deduplicated = min(source.deduplicated, num_blocks)
 
     def add_reference(self, sequence: CachedSequence) -> None:
         """One more handle refers to the sequence."""
@@ -555,11 +578,10 @@ class SequenceStore:
 
     def _free(self, sequence: CachedSequence) -> None:
         """Keep a sequence for reuse if that is worth it, else give its memory back."""
-        kept = False
         try:
-            kept = self.prefixes.retain(sequence)
+            self.prefixes.retain(sequence)
         finally:
-            if kept:
+            if sequence.is_kept:
                 self._end(sequence)
             else:
                 self._leave(sequence)

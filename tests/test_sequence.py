@@ -83,7 +83,7 @@ def test_a_request_is_a_value() -> None:
     ids = [1, 2, 3]
     request = AllocationRequest(token_ids=ids, request_id="chat")
     ids.append(4)
-    assert request.token_ids == (1, 2, 3)
+    assert list(request.token_ids) == [1, 2, 3]
     assert request == AllocationRequest(token_ids=(1, 2, 3), request_id="chat")
     assert pickle.loads(pickle.dumps(request)) == request
     with pytest.raises(dataclasses.FrozenInstanceError):
