@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from kvcache_core import KvCacheManager
 from tests.paged import hostpool
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors here are small: threads would only wait for one another on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from kvcache_core import KvCacheManager, open_cache
 from plugins.cuda.tests.caches import GEOMETRY
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors here are small: threads would only wait for one another on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
