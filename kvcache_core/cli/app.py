@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvcache_core.cli.demo import demo
 from kvcache_core.cli.doctor import doctor
 from kvcache_core.cli.generate import generate
 from kvcache_core.cli.listing import list_backends
@@ -29,6 +30,7 @@ app.command("show")(command(show))
 app.command("doctor")(command(doctor))
 app.command("schema")(command(schema))
 app.command("generate")(command(generate))
+app.command("demo")(command(demo))
 
 
 def _print_version(wanted: bool) -> None:

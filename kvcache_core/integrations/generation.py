@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import Cache, DynamicCache, TextStreamer
 
 from kvcache_core.integrations.models import LoadedModel
 from kvcache_core.integrations.quiet import quiet_transformers
 from kvcache_core.integrations.transformers import KvCache
 
-__all__ = ["Generation", "chat_prompt", "generate"]
+__all__ = ["Generation", "chat_prompt", "generate", "generate_on_dynamic_cache"]
 
 Message = dict[str, str]
 
@@ -87,12 +87,52 @@ def generate(
     """
     started = time.perf_counter()
     reused = cache.prepare(prompt, max_new_tokens=max_new_tokens)
-    input_ids = torch.tensor([list(prompt)], device=loaded.model.device)
-    clock = _Clock(loaded.tokenizer, on_text)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
-    with quiet_transformers(), _after_passes(loaded.model, cache, on_pass):
+    with _after_passes(loaded.model, cache, on_pass):
+        new, times = _run(loaded, cache, prompt, max_new_tokens, on_text, prefill_chunk_size, sampling)
+    return _generation(
+        loaded,
+        prompt,
+        new,
+        [moment - started for moment in times],
+        reused=reused,
+        cache_bytes=cache.handle.stats().total_memory_bytes,
+        backend=cache.manager.backend,
+    )
+
+
+def generate_on_dynamic_cache(loaded: LoadedModel, prompt: Sequence[int], *, max_new_tokens: int) -> Generation:
+    """Continue `prompt` greedily on transformers' own cache, from nothing, to compare with."""
+    cache = DynamicCache(config=loaded.model.config)
+    started = time.perf_counter()
+    new, times = _run(loaded, cache, prompt, max_new_tokens, None, None, {"do_sample": False})
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    return _generation(
+        loaded,
+        prompt,
+        new,
+        [moment - started for moment in times],
+        reused=0,
+        cache_bytes=sum(tensor.nbytes for tensor in tensors),
+        backend="DynamicCache",
+    )
+
+
+def _run(
+    loaded: LoadedModel,
+    cache: Cache,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    on_text: Callable[[str], None] | None,
+    prefill_chunk_size: int | None,
+    sampling: dict[str, Any],
+) -> tuple[tuple[int, ...], list[float]]:
+    """The new token ids, and when each came."""
+    input_ids = torch.tensor([list(prompt)], device=loaded.model.device)
+    clock = _Clock(loaded.tokenizer, on_text)
+    with quiet_transformers():
         output = loaded.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -102,18 +142,29 @@ def generate(
             streamer=clock,
             **sampling,
         )
-    new = tuple(output[0, len(prompt) :].tolist())
-    first, last = clock.times[0] - started, clock.times[-1] - started
+    return tuple(output[0, len(prompt) :].tolist()), clock.times
+
+
+def _generation(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    new: tuple[int, ...],
+    times: list[float],
+    *,
+    reused: int,
+    cache_bytes: int,
+    backend: str,
+) -> Generation:
     return Generation(
         text=str(loaded.tokenizer.decode(new, skip_special_tokens=True)),
         token_ids=new,
         prompt_tokens=len(prompt),
         reused_tokens=reused,
         new_tokens=len(new),
-        ttft_s=first,
-        tokens_per_s=(len(new) - 1) / (last - first) if len(new) > 1 else 1 / first,
-        cache_bytes=cache.handle.stats().total_memory_bytes,
-        backend=cache.manager.backend,
+        ttft_s=times[0],
+        tokens_per_s=(len(new) - 1) / (times[-1] - times[0]) if len(new) > 1 else 1 / times[0],
+        cache_bytes=cache_bytes,
+        backend=backend,
     )
 
 

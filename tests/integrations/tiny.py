@@ -51,6 +51,15 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "dynamic_rope": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            **_COMMON,
+            "max_position_embeddings": 24,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_OLD_NAMES, "n_embd": 32, "n_positions": 512}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**_OLD_NAMES, "hidden_size": 32}),  # positions by ALiBi
     "opt": (

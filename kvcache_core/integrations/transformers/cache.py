@@ -123,7 +123,8 @@ class KvCache(Cache):  # type: ignore[misc]
         """Make the cache fit a prompt: keep the tokens both begin with, drop the rest.
 
         At least the prompt's last token is left for the model to compute, since `generate` needs its logits.
-        Only tokens whose ids are known can match: those of passes by a model that this cache was told about.
+        Only tokens whose ids are known can match: those of passes by a model that this cache was told about. A
+        model whose rotary embedding depends on the length of the sequence (dynamic NTK, LongRoPE) reuses nothing.
 
         Args:
             input_ids: The whole prompt: `[1, tokens]` or `[tokens]`, a tensor or a list of ints.
@@ -141,6 +142,8 @@ class KvCache(Cache):  # type: ignore[misc]
         require_length(handle, len(prompt), max_new_tokens)
         self.pass_writer.roll_back()
         kept = min(common_prefix(handle.token_ids, prompt), len(prompt) - 1)
+        if not handle.manager.geometry.prefix_reusable:
+            kept = 0  # keys were rotated for the length that the sequence had then
         if kept < handle.num_tokens:
             handle.truncate(kept)
         return kept

@@ -183,6 +183,15 @@ def test_prepare_refuses_what_is_no_prompt(prompt, model, manager):
     assert cache.get_seq_length() == 20
 
 
+def test_a_model_whose_rotation_depends_on_the_length_reuses_nothing(open_for):
+    model = tiny_model("dynamic_rope")
+    cache = KvCache(open_for(model), model)
+    first = greedy(model, random_ids(20), cache)
+    longer = torch.cat([first, random_ids(3)], dim=1)
+    assert cache.prepare(longer) == cache.get_seq_length() == 0
+    assert torch.equal(greedy(model, longer, cache), greedy(model, longer))
+
+
 def test_prepare_refuses_several_prompts(model, manager):
     with pytest.raises(UnsupportedError, match="a batch of 2 prompts"):
         KvCache(manager, model).prepare([[1, 2], [1, 3]])
