@@ -100,3 +100,66 @@ def test_a_float32_query_reads_a_cache_of_lower_precision_in_float32() -> None:
     value = numbers(20, 1, 8, dtype=torch.bfloat16)
     out = attend_dense(query, key, value, scale=1.0)
     torch.testing.assert_close(out.double(), reference_attention(query, key, value, scale=1.0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize(("new", "length"), [(1, 1), (1, 20), (4, 20), (16, 20), (17, 20), (20, 20)])
+def test_every_grouping_of_heads_is_right_on_every_path(heads: tuple[int, int], new: int, length: int) -> None:
+    for window in (None, 3, 19, 20, 21):
+        query, key = numbers(new, heads[0], 8), numbers(length, heads[1], 8)
+        assert_exact(query, key, numbers(length, heads[1], 6), scale=0.3, window=window)
+
+
+@pytest.mark.parametrize(("new", "length"), [(1, 20), (4, 9), (4, 20), (20, 40), (40, 40)])
+def test_any_strides_are_right_and_inputs_are_left_as_they_were(new: int, length: int) -> None:
+    query = numbers(6, new, 8).transpose(0, 1)
+    key = numbers(2 * length, 2, 8)[::2]
+    value = numbers(length, 2, 12)[..., 3:9]
+    copies = [tensor.clone() for tensor in (query, key, value)]
+    assert_exact(query, key, value, scale=0.3)
+    assert all(torch.equal(one, two) for one, two in zip((query, key, value), copies, strict=True))
+
+
+@pytest.mark.parametrize("length", [9, 20])
+def test_pytorch_144858_one_query_sees_the_whole_cache(length: int) -> None:
+    value = numbers(length, 2, 6)
+    out = attend_dense(numbers(1, 6, 8), numbers(length, 2, 8), value, scale=0.0)
+    torch.testing.assert_close(out[0, 0], value[:, 0].mean(0))
+
+
+@pytest.mark.parametrize("length", [9, 20])
+def test_pytorch_103963_even_with_the_smallest_window_a_query_sees_itself(length: int) -> None:
+    value = numbers(length, 2, 6)
+    out = attend_dense(numbers(length, 6, 8), numbers(length, 2, 8), value, scale=0.3, window=1)
+    torch.testing.assert_close(out, value.repeat_interleave(3, dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("new", "length"), [(1, 9), (5, 9), (1, 40), (5, 40), (20, 40), (40, 40)])
+def test_flashinfer_4401_very_negative_scores_are_scores(dtype: torch.dtype, new: int, length: int) -> None:
+    query, key = torch.full((new, 6, 8), 100.0), torch.full((length, 2, 8), -100.0)
+    key[:, :, 0] += torch.arange(length)[:, None] / 8
+    assert_exact(query.to(dtype), key.to(dtype), numbers(length, 2, 6, dtype=dtype), scale=1.0)
+    if dtype is torch.float32:
+        value = numbers(length, 2, 6)
+        even = attend_dense(query * 1e6, torch.full_like(key, -1e8), value, scale=1e4)
+        torch.testing.assert_close(even[-1, 0], value[:, 0].mean(0))
+
+
+@pytest.mark.parametrize(("new", "length"), [(5, 9), (5, 40), (20, 40), (40, 40)])
+def test_a_query_that_is_nan_or_overflows_spoils_no_other(new: int, length: int) -> None:
+    query, key, value = numbers(new, 4, 8), numbers(length, 2, 8), numbers(length, 2, 6)
+    clean = attend_dense(query, key, value, scale=0.3)
+    query[1], query[3, 2] = math.nan, 3e38
+    out = attend_dense(query, key, value, scale=0.3)
+    kept = [row for row in range(new) if row not in {1, 3}]
+    torch.testing.assert_close(out[kept], clean[kept])
+    torch.testing.assert_close(out[3, [0, 1, 3]], clean[3, [0, 1, 3]])
+    assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize(("new", "length"), [(1, 9), (3, 9), (1, 20), (3, 20), (17, 20), (17, 17)])
+def test_gradients_flow_into_the_query(new: int, length: int) -> None:
+    key, value = numbers(length, 1, 2, dtype=torch.float64), numbers(length, 1, 2, dtype=torch.float64)
+    query = numbers(new, 2, 2, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda query: attend_dense(query, key, value, scale=0.3), query)
