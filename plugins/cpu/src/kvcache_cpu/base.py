@@ -158,9 +158,11 @@ class Ledger:
             base.owner = None
         mapping.base, mapping.private, mapping.shared, mapping.strays = base, private, shared, 0
         base.mappings.add(mapping)
-        if not private:
+        if private:
+            base.frozen = max(base.frozen, shared)
+        else:
             base.owner = mapping
-        base.recount()
+            base.recount()
         base.filled = max(base.filled, base.needed)
 
     def leave(self, mapping: Mapping) -> None:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from kvcache_core.attention import attend_dense
 from kvcache_core.errors import CacheFullError, ShapeError
 from kvcache_core.plugin import (
     Batch,
@@ -19,6 +18,7 @@ from kvcache_core.plugin import (
     Storage,
     StorageSpec,
 )
+from kvcache_cpu.attention import attend
 from kvcache_cpu.handle import CpuKvCacheHandle
 from kvcache_cpu.heap import HeapMemory
 from kvcache_cpu.host import host_memory
@@ -126,13 +126,13 @@ class CpuStorage(Storage):
     def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         parts: tuple[StepViews, ...] = batch.plan
         if len(parts) == 1:
-            return attend_dense(query, *parts[0].context(layer), scale=scale, window=window)
+            return attend(query, *parts[0].context(layer), scale=scale, window=window)
         if not parts:
             return query.new_empty(0, query.shape[1], self._value_dim(layer))
         queries = query.split_with_sizes([part.num_new_tokens for part in parts])
         return torch.cat(
             [
-                attend_dense(rows, *part.context(layer), scale=scale, window=window)
+                attend(rows, *part.context(layer), scale=scale, window=window)
                 for part, rows in zip(parts, queries, strict=True)
             ]
         )

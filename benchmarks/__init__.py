@@ -1,0 +1,1 @@
+"""Measurements against transformers' own caches. `python -m benchmarks` runs them all."""

@@ -1,0 +1,75 @@
+"""Attention of one new token over a long context, spread over all cores.
+
+The CPU kernel of `scaled_dot_product_attention` gives each kv head of a decode step to one thread, so that three
+heads keep two cores busy for two rounds, and sixteen cores all but idle. Cutting the context into chunks makes
+more, smaller tasks, whose partial results are merged by their log-sum-exp (as in Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcache_core.attention import attend_dense
+
+__all__ = ["attend"]
+
+#: Contexts shorter than this are not worth the merging.
+_LEAST_TOKENS = 2048
+
+#: No chunk is shorter than this.
+_LEAST_CHUNK = 512
+
+#: Returns the output and the log-sum-exp of the scores; None where this torch has no such kernel.
+_flash_attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attend as `kvcache_core.attention.attend_dense` does; see there for shapes."""
+    if query.shape[0] == 1 and query.dtype == key.dtype and key.shape[2] == value.shape[2] and _flash_attention:
+        if window is not None:
+            key, value = key[-window:], value[-window:]
+        chunks = _chunks(key.shape[0], key.shape[1])
+        if chunks > 1:
+            return _attend_in_chunks(query, key, value, scale, chunks)
+    return attend_dense(query, key, value, scale=scale, window=window)
+
+
+def _chunks(length: int, num_kv_heads: int) -> int:
+    """Into how many chunks to cut a context, so that the threads finish together; 1 for not at all."""
+    if length < _LEAST_TOKENS:
+        return 1
+    threads = torch.get_num_threads()
+    return max(range(1, length // _LEAST_CHUNK + 1), key=lambda chunks: _busy(chunks * num_kv_heads, threads))
+
+
+def _busy(tasks: int, threads: int) -> float:
+    """Share of the threads' time that equal tasks fill, handed out in rounds."""
+    rounds = -(-tasks // threads)
+    return tasks / (rounds * threads)
+
+
+def _cut(rows: torch.Tensor, chunks: int) -> torch.Tensor:
+    """View rows `[S, heads, dim]` as `[chunks, heads, S / chunks, dim]`."""
+    length, num_heads, dim = rows.shape
+    return rows.view(chunks, length // chunks, num_heads, dim).transpose(1, 2)
+
+
+def _attend_in_chunks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, chunks: int
+) -> torch.Tensor:
+    length, num_kv_heads, head_dim = key.shape
+    folded = query.view(1, num_kv_heads, -1, head_dim)
+    size = length // chunks
+    rest = length - chunks * size
+    folds = folded.expand(chunks, -1, -1, -1)
+    parts = [_flash_attention(folds, _cut(key[rest:], chunks), _cut(value[rest:], chunks), scale=scale)]
+    if rest:
+        parts.append(_flash_attention(folded, _cut(key[:rest], 1), _cut(value[:rest], 1), scale=scale))
+    weights = torch.cat([log_sum for _, log_sum in parts]).softmax(0)
+    outputs = torch.cat([output for output, _ in parts]).to(weights.dtype)
+    merged = (outputs * weights[..., None]).sum(0)
+    return merged.view(1, -1, head_dim).to(query.dtype)
