@@ -11,6 +11,7 @@ from kvcache_core.cli.doctor import doctor
 from kvcache_core.cli.generate import generate
 from kvcache_core.cli.listing import list_backends
 from kvcache_core.cli.output import command
+from kvcache_core.cli.plan import plan
 from kvcache_core.cli.schema import schema
 from kvcache_core.cli.show import show
 
@@ -29,6 +30,7 @@ app.command("list")(command(list_backends))
 app.command("show")(command(show))
 app.command("doctor")(command(doctor))
 app.command("schema")(command(schema))
+app.command("plan")(command(plan))
 app.command("generate")(command(generate))
 app.command("demo")(command(demo))
 
