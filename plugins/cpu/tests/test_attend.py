@@ -178,7 +178,7 @@ def test_flashinfer_ai_flashinfer_4401_scores_far_from_zero_keep_their_weights(
 
 
 @pytest.mark.slow
-def test_a_long_prefill_builds_no_mask_of_its_whole_square(mapped_driver: MakeDriver) -> None:
+def test_pytorch_162588_a_long_prefill_builds_no_mask_of_its_whole_square(mapped_driver: MakeDriver) -> None:
     """Peak memory of a chunked prefill stays far below one mask element per pair of tokens."""
     script = """
 import resource, torch

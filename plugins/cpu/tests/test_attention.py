@@ -39,7 +39,7 @@ def test_one_token_over_a_long_context_equals_the_reference(
 @pytest.mark.parametrize("threads", [16], indirect=True)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("level", [-1e5, 0.0, 1e5])
-def test_chunks_with_scores_far_apart_are_merged_by_their_true_weights(level: float) -> None:
+def test_flashinfer_ai_flashinfer_4051_and_4401_chunks_are_merged_by_their_true_weights(level: float) -> None:
     length = 3000
     key, value = rows(length, 1, 8), rows(length, 1, 8)
     key[..., 0] = level

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -89,3 +90,37 @@ def test_speculation_keeps_what_was_accepted_and_gives_the_rest_back(cache: KvCa
         assert handle.num_tokens == 13
         assert torch.equal(handle.key_cache(2)[10:], rows[2][0][:3])  # type: ignore[index]
         assert cache.audit() == ()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_LMCache_LMCache_1858_threads_that_free_and_drop_handles_leave_the_books_whole(cache: KvCacheManager) -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for round_ in range(25):
+                handle = cache.allocate()
+                append(handle, 20)
+                kept = handle.kv_cache(0)[0].clone()  # type: ignore[index]
+                fork = handle.fork()
+                handle.truncate(5)
+                append(handle, 7)
+                append(fork, 3)
+                assert torch.equal(fork.kv_cache(0)[0][:20], kept)  # type: ignore[index]
+                if round_ % 2:
+                    handle.free()
+                    fork.free()
+                # else both are dropped, for a finalizer to give back
+        except BaseException as error:  # noqa: BLE001 - the main thread reports it
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    cache.gc()
+    assert cache.audit() == ()
+    assert cache.stats().active_caches == 0
+    assert cache.storage.nbytes == 0

@@ -436,7 +436,9 @@ class TestRefusal:
         driver.check(source, fork, driver.fork(fork))
 
 
-def test_threads_with_sequences_of_their_own_do_not_disturb_one_another(mapped_driver: MakeDriver) -> None:
+def test_LMCache_LMCache_1858_threads_with_sequences_of_their_own_do_not_disturb_one_another(
+    mapped_driver: MakeDriver,
+) -> None:
     driver = mapped_driver()
     lock = threading.Lock()  # core's, over everything but the data
     root = filled(driver, 40)
