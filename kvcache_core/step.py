@@ -6,6 +6,7 @@ import sys
 import warnings
 from array import array
 from collections.abc import Iterable
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -105,11 +106,15 @@ class Step:
         self._handles = handles
         self._transaction = transaction
         self._batch = batch
-        # Index tensors for the caller, who may change what it is given; the storage reads the ones of `batch`.
-        self._shown = Batch(batch.segments, batch.block_size, batch.device, batch.upload)
         self._storage = manager.storage
         self._written: set[int] = set()
         self._generation = manager.store.generation
+
+    @cached_property
+    def _shown(self) -> Batch:
+        """Index tensors for the caller, who may change what it is given; the storage reads those of `_batch`."""
+        batch = self._batch
+        return Batch(batch.segments, batch.block_size, batch.device, batch.upload)
 
     # -- what the step is over ---------------------------------------------------------------------------
 
@@ -313,8 +318,9 @@ class Step:
             StepError: The step is not open, or a layer that caches is unwritten; the step stays open.
         """
         self._require_open("commit")
-        missing = [layer for layer in self._manager.geometry.caching_layers if layer not in self._written]
-        if missing and self._batch.num_tokens:
+        layers = self._manager.geometry.caching_layers
+        if len(self._written) < len(layers) and self._batch.num_tokens:
+            missing = [layer for layer in layers if layer not in self._written]
             raise StepError(
                 f"commit needs every layer written; missing: {_ranges(missing)}. Write them, or abort the step"
             )
