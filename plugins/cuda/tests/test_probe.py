@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcache_core import CacheGeometry, open_cache
-from kvcache_core.errors import BackendUnavailableError, ConfigError, NoBackendAvailableError
+from kvcache_core.errors import BackendUnavailableError, NoBackendAvailableError
 from kvcache_core.plugin import Available, ProbeRequest, Unavailable
 from kvcache_cuda import probe as module
 from kvcache_cuda.devices import DriverProblem, Gpu
@@ -126,8 +126,11 @@ def test_a_missing_gpu_is_no_cpu_in_disguise(machine: Any) -> None:
     with pytest.raises(BackendUnavailableError) as caught:
         open_cache(backend="cuda", geometry=GEOMETRY)
     assert caught.value.code == "no-device"
-    with pytest.raises(ConfigError, match="cpu"):
+    with pytest.raises(BackendUnavailableError, match="option device to 'cpu'") as caught:
         open_cache(backend="cuda", geometry=GEOMETRY, device="cpu")
+    assert caught.value.code == "other-device"
+    with open_cache(backend="cuda", geometry=GEOMETRY, device="cpu", budget="4 blocks", options={"device": "cpu"}):
+        pass
 
 
 def test_auto_passes_over_a_missing_gpu_quietly(machine: Any) -> None:

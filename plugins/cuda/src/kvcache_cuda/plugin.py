@@ -28,7 +28,7 @@ def kvcache_backends(host: HostInfo) -> list[BackendDescriptor]:
             storage="kvcache_cuda.storage:CudaStorage",
             summary="a pool of blocks on an NVIDIA GPU, read by paged attention kernels",
             placement="paged",
-            devices=("cuda",),
+            devices=("cuda", "cpu"),  # the CPU only where the options ask for it, see the probe
             dtypes=("bfloat16", "float16", "float32", "float64"),
             options="kvcache_cuda.options:CudaOptions",
             probe="kvcache_cuda.probe:probe",
