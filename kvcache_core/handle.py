@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from kvcache_core.block_table import BlockTable, MutableBlockTable
-from kvcache_core.errors import HandleError, ShapeError
+from kvcache_core.errors import HandleError, ShapeError, StepError
 from kvcache_core.geometry import LayerSpec
 from kvcache_core.sequence import CachedSequence, HandleState
 from kvcache_core.stats import CacheHandleStats
@@ -335,8 +335,13 @@ class KvCacheHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.is_valid:
+        if not self.is_valid:
+            return
+        try:
             self.free()
+        except StepError:
+            if error_type is None:  # else the caller's error is the one to show, and the finalizer frees the handle
+                raise
 
     def __copy__(self: HandleT) -> HandleT:
         return self.fork()

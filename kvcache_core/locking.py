@@ -78,13 +78,14 @@ class Guard:
             raise
         return True
 
-    def leave(self) -> None:
-        """Leave the lock, then do what waits for its release."""
+    def leave(self, *, quietly: bool = False) -> None:
+        """Leave the lock, then do what waits for its release, unless `quietly`."""
         try:
             self._leaving()
         finally:
             self._lock.release()
-        self._after()
+        if not quietly:
+            self._after()
 
     def __exit__(
         self,

@@ -370,7 +370,9 @@ class KvCacheManager:
     def set_pressure_callback(self, callback: PressureCallback | None) -> None:
         """Have `callback(level)` called, outside all locks, whenever the memory pressure changes level.
 
-        A callback that raises is reported once, as a warning, and disturbs nobody. None removes it.
+        It is called at the end of the operation that changed it, on the same thread; where that was the finalizer
+        of a handle that was dropped, by the next operation. A callback that raises is reported once, as a warning,
+        and disturbs nobody. None removes it.
         """
         with self.store.locked():
             self.store.pressure.callback = callback
@@ -384,7 +386,11 @@ class KvCacheManager:
         return self.store.audit()
 
     def reset(self) -> None:
-        """Drop every sequence; all handles become stale. Open steps are undone."""
+        """Drop every sequence; all handles become stale. Open steps are undone.
+
+        No other thread may be inside `write`, `attend` or a read of this cache: it would touch memory that has been
+        given back.
+        """
         self.store.drop_all()
 
     def close(self) -> None:

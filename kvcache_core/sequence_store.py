@@ -269,7 +269,7 @@ class SequenceStore:
 
     def find(self, request_id: str) -> CachedSequence:
         """Return the live sequence of this name, or raise HandleError."""
-        sequence = self.live.get(request_id)
+        sequence = self.live.get(request_id) if isinstance(request_id, str) else None
         if sequence is None:
             raise HandleError(f"no live sequence has the request id {request_id!r}", reason="unknown")
         return sequence
@@ -511,7 +511,8 @@ class SequenceStore:
 
     def _settle_now(self) -> None:
         while self._dropped and self.unusable is None and self._guard.try_enter():
-            self._guard.leave()
+            # A finalizer runs anywhere, also where the caller holds locks of his own: it calls nothing of his.
+            self._guard.leave(quietly=True)
 
     def _settle_dropped(self) -> None:
         while self._dropped and not self.closed:
@@ -538,9 +539,9 @@ class SequenceStore:
         self.pressure.note(self.books.used_blocks, self.books.allocator.total_block_count)
 
     def _after_release(self) -> None:
-        self.pressure.deliver()
         if self._dropped:
             self._settle_now()
+        self.pressure.deliver()
 
     # -- helpers -----------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from kvcache_core.batch import Batch, Segment
+from kvcache_core.counts import check_count
 from kvcache_core.geometry import CacheGeometry
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class StorageSpec:
         initial_blocks: Blocks to have memory for at once, where a pool can grow up to `num_blocks`.
         scrub: Memory that no sequence names any more is zeroed.
         options: The backend's own validated options.
+
+    Raises:
+        ShapeError: A number is not an int, or `block_size`, `num_blocks` or `max_sequence_length` is less than 1.
     """
 
     geometry: CacheGeometry
@@ -73,6 +77,11 @@ class StorageSpec:
     initial_blocks: int = 0
     scrub: bool = False
     options: Any = None
+
+    def __post_init__(self) -> None:
+        check_count("initial_blocks", self.initial_blocks)
+        for name in ("block_size", "num_blocks", "max_sequence_length"):
+            check_count(name, getattr(self, name), least=1)
 
 
 @dataclass(frozen=True)

@@ -431,6 +431,17 @@ def test_a_handle_frees_itself_as_a_context_manager(cache: KvCacheManager) -> No
         raise AssertionError("not reached")
 
 
+def test_leaving_a_handle_that_is_in_an_open_step_does_not_hide_the_callers_error(cache: KvCacheManager) -> None:
+    handle = filled(cache, 6)
+    step = cache.begin({handle: 1})
+    with raising(KeyError, "mine"), handle:
+        raise KeyError("mine")
+    with raising(StepError, "cannot free"), handle:
+        pass
+    step.abort()
+    assert_holds(handle, a=6)
+
+
 USES: dict[str, Callable[[KvCacheHandle], Any]] = {
     "device": lambda handle: handle.device,
     "dtype": lambda handle: handle.dtype,

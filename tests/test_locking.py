@@ -90,6 +90,13 @@ def test_a_failed_settling_does_not_keep_the_lock_when_entered_without_a_check(r
     assert recorder.guard.try_enter()
 
 
+def test_leaving_quietly_calls_nothing_outside_the_lock(recorder: Recorder) -> None:
+    assert recorder.guard.try_enter()
+    recorder.guard.leave(quietly=True)
+    assert recorder.calls == ["settle inside", "leaving inside"]
+    assert recorder.guard.try_enter()
+
+
 def test_only_one_thread_is_inside() -> None:
     inside, most = 0, 0
     guard = Guard(*[lambda: None] * 4)

@@ -189,7 +189,7 @@ def test_extend_is_refused_beyond_the_maximum_and_beyond_the_room(cache: KvCache
         cache.extend(handle, 27)
 
 
-@pytest.mark.parametrize("name", ["nobody", "", None, 3])
+@pytest.mark.parametrize("name", ["nobody", "", None, 3, ()])
 def test_unknown_names_are_refused_or_not_found(cache: KvCacheManager, name: Any) -> None:
     filled(cache, 3, request_id="chat")
     with refused(cache, HandleError, "no live sequence has the request id", reason="unknown"):

@@ -312,14 +312,29 @@ def test_an_error_of_the_operation_does_not_lose_what_was_dropped_meanwhile() ->
         handle.free()
 
 
-def test_a_pressure_callback_sees_what_dropping_frees() -> None:
+def test_a_finalizer_calls_nothing_of_the_callers_and_the_next_operation_tells_the_pressure() -> None:
     with make_cache(manager=KvCacheManager) as cache:
         heard: list[MemoryPressure] = []
         cache.set_pressure_callback(heard.append)
         handle = cache.allocate(num_tokens=48)
         with dropping("dropped"):
             del handle
+        assert cache.block_allocator.free_block_count == 16
+        assert heard == [MemoryPressure.MEDIUM]
+        cache.stats()
         assert heard == [MemoryPressure.MEDIUM, MemoryPressure.LOW]
+
+
+def test_the_pressure_after_an_operation_counts_what_was_dropped_during_it() -> None:
+    with make_cache(CollectingStorage, manager=KvCacheManager) as cache:
+        heard: list[MemoryPressure] = []
+        cache.set_pressure_callback(heard.append)
+        handle, victims = cache.allocate(), [cache.allocate(num_tokens=48)]
+        cache.storage.drop = victims.clear
+        with dropping("dropped"):
+            handle.truncate(0)
+        assert heard == [MemoryPressure.MEDIUM, MemoryPressure.LOW]
+        handle.free()
 
 
 def test_a_cache_that_is_dropped_whole_lets_its_storage_go() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_core import CacheGeometry, KvCacheManager
+from kvcache_core import CacheGeometry, KvCacheManager, ShapeError
 from kvcache_core.plugin import CAPABILITIES, Batch, BlockCopy, BlockRows, DeviceMemory, Storage
 from tests.caches import MIXED, STORAGES, NewCache, assert_holds, filled, grow, make_spec
 from tests.storages.paged import PagedStorage
@@ -48,6 +48,13 @@ def test_a_spec_cannot_be_changed() -> None:
     for field in dataclasses.fields(make_spec()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(make_spec(), field.name, None)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "16", None])
+@pytest.mark.parametrize("name", ["block_size", "num_blocks", "max_sequence_length"])
+def test_vllm_43496_block_size_zero_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ShapeError, match=rf"^{name} must be an int of at least 1 .*, not {value!r}$"):
+        make_spec(**{name: value})
 
 
 # -- when core calls what ------------------------------------------------------------------------------------
