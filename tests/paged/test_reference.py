@@ -10,6 +10,7 @@ import torch
 
 from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager
 from kvcache_core.attention import attend_dense
+from kvcache_core.paged import ReferenceKernel
 from tests.paged.hostpool import open_pool
 from tests.paged.oracle import attend_by_definition
 
@@ -142,3 +143,39 @@ def test_a_step_of_no_tokens_attends_to_nothing() -> None:
     handle = cache.allocate()
     with cache.step({handle: 0}) as step:
         assert step.attend(0, torch.empty(0, 6, 8)).shape == (0, 6, 4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [(9, 5, 8), (30, 1, 1), (6,)])
+def test_decoding_sequences_together_equals_one_by_one(lengths: tuple[int, ...], window: int | None) -> None:
+    cache = shuffled_cache(window)
+    cache.storage.kernel = ReferenceKernel(cache.storage.pool, cache.storage.upload, decodes_together=True)
+    oracles = [Oracle(cache) for _ in lengths]
+    step_over(cache, dict(zip(oracles, lengths, strict=True)), 4)
+    query, got = step_over(cache, dict.fromkeys(oracles, 1), 4)
+    for row, oracle in enumerate(oracles):
+        wanted = attend_by_definition(query[row : row + 1], oracle.key, oracle.value, 8**-0.5, window)
+        torch.testing.assert_close(got[row : row + 1].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "together"),
+    [
+        ((1, 1), (9, 5), True),
+        ((1, 1), (40, 1), True),
+        ((1,), (9,), False),
+        ((1, 2), (9, 5), False),
+        ((1, 0), (9, 5), False),
+        ((1, 1, 1), (60, 1, 1), False),
+    ],
+)
+def test_sequences_decode_together_where_padding_them_costs_little(
+    counts: tuple[int, ...], lengths: tuple[int, ...], together: bool
+) -> None:
+    cache = shuffled_cache()
+    cache.storage.kernel = ReferenceKernel(cache.storage.pool, cache.storage.upload, decodes_together=True)
+    oracles = [Oracle(cache) for _ in lengths]
+    step_over(cache, dict(zip(oracles, lengths, strict=True)), 4)
+    with cache.step({oracle.handle: count for oracle, count in zip(oracles, counts, strict=True)}) as step:
+        assert (step.batch.plan.tables is not None) is together
+        step.abort()

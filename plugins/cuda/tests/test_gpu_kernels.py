@@ -83,8 +83,7 @@ def run(cache: KvCacheManager, new: dict[KvCacheHandle, int], query: torch.Tenso
 
 def by_reference(cache: KvCacheManager, step: Any, query: torch.Tensor) -> torch.Tensor:
     kernel = ReferenceKernel(cache.storage.pool, cache.storage.upload)  # type: ignore[attr-defined]
-    parts = kernel.plan(step.batch)
-    return kernel.attend_rows(parts, 1, query, 8**-0.5, cache.own_spec(1).window)
+    return kernel.attend_as_planned(kernel.plan(step.batch), 1, query, 8**-0.5, cache.own_spec(1).window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
@@ -102,12 +101,14 @@ def test_prefill_decode_and_mixed_batches_equal_the_reference(make: MakeCache, w
 
 def test_queries_of_another_dtype_are_not_rounded(make: MakeCache) -> None:
     cache, _ = make()
-    handle = cache.allocate()
-    query = torch.randn(7, 4, 8)
-    step, got = run(cache, {handle: 7}, query)
-    assert got.dtype is torch.float32
-    assert torch.equal(got, by_reference(cache, step, query))
-    handle.free()
+    handles = [cache.allocate() for _ in range(3)]
+    for count in (7, 1):
+        query = torch.randn(3 * count, 4, 8)
+        step, got = run(cache, dict.fromkeys(handles, count), query)
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got, by_reference(cache, step, query), rtol=1e-5, atol=1e-6)
+    for handle in handles:
+        handle.free()
 
 
 def test_queries_in_any_memory_are_taken(make: MakeCache) -> None:

@@ -70,7 +70,7 @@ class StepPlan:
         self._decodes = all(segment.num_new_tokens == 1 for segment in batch.segments)
         self._wrappers = kernel.decode_wrappers if self._decodes else kernel.prefill_wrappers
         self._planned: dict[_Shape, Any] = {}
-        self.rows = kernel.reference.plan(batch)
+        self.reference = kernel.reference.plan(batch)
 
     def for_shape(self, batch: Batch, shape: _Shape) -> Any:
         """Return a wrapper that is planned for this batch and shape."""
@@ -111,7 +111,7 @@ class FlashInferKernel(AttentionKernel):
         import flashinfer  # noqa: PLC0415 - installed only where somebody wants it
 
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self.reference = ReferenceKernel(pool, upload)
+        self.reference = ReferenceKernel(pool, upload, decodes_together=True)
         self.decode_wrappers = _Wrappers(
             lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         )
@@ -126,7 +126,7 @@ class FlashInferKernel(AttentionKernel):
         plan: StepPlan = batch.plan
         key, value = self.pool.key(layer), self.pool.value(layer)
         if query.dtype is not key.dtype:
-            return self.reference.attend_rows(plan.rows, layer, query, scale, window)
+            return self.reference.attend_as_planned(plan.reference, layer, query, scale, window)
         shape = _Shape(
             query.shape[1], key.shape[2], key.shape[3], scale, -1 if window is None else window - 1, query.dtype
         )

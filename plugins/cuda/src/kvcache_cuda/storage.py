@@ -96,7 +96,7 @@ class CudaStorage(PagedStorage):
             from kvcache_cuda.varlen import VarlenKernel  # noqa: PLC0415 - needs torch 2.13
 
             return VarlenKernel(self.pool, self.upload)
-        return ReferenceKernel(self.pool, self.upload)
+        return ReferenceKernel(self.pool, self.upload, decodes_together=self._on_gpu)
 
     @override
     def upload(self, indices: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from kvcache_core.paged import AttentionKernel, ReferenceKernel, Tables
-from kvcache_core.paged.gathering import SequenceRows
+from kvcache_core.paged.reference import ReferencePlan
 from kvcache_core.paged.tables import tables_of
 from kvcache_core.plugin import Batch
 
@@ -21,7 +21,7 @@ class StepPlan:
 
     def __init__(self) -> None:
         self._tables: Tables | None = None
-        self._rows: tuple[SequenceRows, ...] | None = None
+        self._reference: ReferencePlan | None = None
 
     def tables(self, batch: Batch) -> Tables:
         """For the kernel."""
@@ -29,11 +29,11 @@ class StepPlan:
             self._tables = tables_of(batch)
         return self._tables
 
-    def rows(self, batch: Batch, reference: ReferenceKernel) -> tuple[SequenceRows, ...]:
+    def for_reference(self, batch: Batch, kernel: ReferenceKernel) -> ReferencePlan:
         """For queries that the kernel does not take."""
-        if self._rows is None:
-            self._rows = reference.plan(batch)
-        return self._rows
+        if self._reference is None:
+            self._reference = kernel.plan(batch)
+        return self._reference
 
 
 class VarlenKernel(AttentionKernel):
@@ -46,7 +46,7 @@ class VarlenKernel(AttentionKernel):
 
     @cached_property
     def _reference(self) -> ReferenceKernel:
-        return ReferenceKernel(self.pool, self.upload)
+        return ReferenceKernel(self.pool, self.upload, decodes_together=True)
 
     @override
     def plan(self, batch: Batch) -> StepPlan:
@@ -56,7 +56,9 @@ class VarlenKernel(AttentionKernel):
     def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         plan: StepPlan = batch.plan
         if query.dtype is not self.pool.key(layer).dtype:
-            return self._reference.attend_rows(plan.rows(batch, self._reference), layer, query, scale, window)
+            return self._reference.attend_as_planned(
+                plan.for_reference(batch, self._reference), layer, query, scale, window
+            )
         return self._run(plan.tables(batch), layer, query, scale, window)
 
     @override
