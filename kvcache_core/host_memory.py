@@ -57,8 +57,8 @@ def _group_limits(
             top, limit_name, use_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        group = top / path.lstrip("/")
-        # In a container the path is often that of the host, and the group itself is mounted at the top.
+        # In a container the path is often that of the host, or leads out of it; the group is then mounted at the top.
+        group = top if ".." in Path(path).parts else top / path.lstrip("/")
         for folder in dict.fromkeys((group, *group.parents, top)):
             if folder == top or top in folder.parents:
                 limit, use = _number(folder / limit_name), _number(folder / use_name)

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from kvcache_core.errors import CacheFullError, ShapeError
+from kvcache_core.host_memory import host_memory
 from kvcache_core.plugin import (
     Batch,
     BlockCopy,
@@ -21,7 +22,6 @@ from kvcache_core.plugin import (
 from kvcache_cpu.attention import attend
 from kvcache_cpu.handle import CpuKvCacheHandle
 from kvcache_cpu.heap import HeapMemory
-from kvcache_cpu.host import host_memory
 from kvcache_cpu.mapped import MappedMemory
 from kvcache_cpu.memory import Memory, Slot, SlotMemory
 from kvcache_cpu.options import CpuOptions

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_cpu import host
-from kvcache_cpu.host import host_memory
+from kvcache_core import host_memory as host
+from kvcache_core.host_memory import host_memory
 from kvcache_cpu.storage import CpuStorage
 
 
