@@ -3,7 +3,7 @@
 from kvcache_core import _first_model  # noqa: F401 - before any other model; see there
 from kvcache_core.block_table import BlockTable, MutableBlockTable
 from kvcache_core.budget import Budget
-from kvcache_core.config import CacheConfig, PressureThresholds
+from kvcache_core.config import CacheConfig, PrefixCacheConfig, PressureThresholds
 from kvcache_core.errors import (
     AmbiguousBackendError,
     BackendDisabledError,
@@ -66,6 +66,7 @@ __all__ = [
     "MutableBlockTable",
     "NoBackendAvailableError",
     "OptionsError",
+    "PrefixCacheConfig",
     "PrefixExplanation",
     "PressureThresholds",
     "ShapeError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -39,7 +39,7 @@ from kvcache_core.validation import (
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-__all__ = ["Budget", "CacheConfig", "ConfigValues", "PressureThresholds"]
+__all__ = ["Budget", "CacheConfig", "ConfigValues", "PrefixCacheConfig", "PressureThresholds"]
 
 _DEFAULT_BUDGET = Budget("blocks", 1000)
 _SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -61,6 +61,36 @@ class PressureThresholds(FrozenModel):
         return self
 
 
+class PrefixCacheConfig(FrozenModel):
+    """How prompts reuse what earlier sequences have cached."""
+
+    enabled: Flag = Field(
+        default=True,
+        description="Whether finished sequences are kept for reuse until their room is needed, and prompts look for "
+        "cached prefixes. Has no effect for models whose keys cannot be reused (`geometry.prefix_reusable`).",
+    )
+    max_prefixes: Count = Field(default=1000, description="Finished sequences that are kept at most.")
+    min_prefix_length: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = Field(
+        default=0, description="Tokens below which a prefix is neither kept nor found."
+    )
+    prefix_ttl_seconds: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="Seconds without use after which a kept sequence is dropped; never unless given."
+    )
+    enable_cross_request_sharing: Flag = Field(
+        default=True,
+        description="Whether a prompt may reuse what requests with another request id have cached.",
+    )
+    namespace: str | None = Field(
+        default=None,
+        description="Identity of the model's weights, for caches that several models take turns with.",
+    )
+    eviction_policy: Literal["lru", "priority"] = Field(
+        default="lru",
+        description='Which kept sequence goes first: the least recently used ("lru"), or the one of lowest priority, '
+        'and of those the least recently used ("priority").',
+    )
+
+
 class ConfigValues(TypedDict, total=False):
     """What each key of a configuration may be given as; `CacheConfig` says what they mean."""
 
@@ -78,6 +108,7 @@ class ConfigValues(TypedDict, total=False):
     max_sequence_length: int | None
     scrub_freed: bool
     pressure: PressureThresholds | Mapping[str, float]
+    prefix: PrefixCacheConfig | Mapping[str, Any]
 
 
 class CacheConfig(FrozenModel):
@@ -148,6 +179,11 @@ class CacheConfig(FrozenModel):
     pressure: PressureThresholds = Field(
         default=PressureThresholds(), description="From which shares of the budget on memory is under pressure."
     )
+    prefix: PrefixCacheConfig = Field(
+        default=PrefixCacheConfig(),
+        description="What is kept of finished sequences, and which prompts may reuse it.",
+        json_schema_extra={"default": PrefixCacheConfig().model_dump(exclude_none=True)},
+    )
 
     _origins: Source = PrivateAttr(default_factory=Source)
 
@@ -169,7 +205,7 @@ class CacheConfig(FrozenModel):
     ) -> Self:
         """Read a configuration: arguments before environment variables before the file before defaults.
 
-        Tables (`options`, `pressure`, `geometry`) merge key by key; any other value replaces the one below.
+        Tables (`options`, `pressure`, `prefix`, `geometry`) merge key by key; any other value replaces the one below.
 
         Args:
             path: A `.toml` or `.json` file; the one that `KVCACHE_CONFIG` names when None, else no file.
@@ -280,7 +316,7 @@ class CacheConfig(FrozenModel):
         """Every effective value as `(key, value, origin)`, nested keys dotted, in the order of the docs."""
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if isinstance(value, PressureThresholds):
+            if isinstance(value, PressureThresholds | PrefixCacheConfig):
                 value = dict(value)
             if isinstance(value, Mapping) and value:
                 yield from ((f"{name}.{key}", inner, self.origin(f"{name}.{key}")) for key, inner in value.items())

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvcache_core.config import CacheConfig
 from kvcache_core.errors import ConfigError
+from kvcache_core.eviction import EVICTION_POLICIES
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.registry import BackendRegistry, get_registry
 from kvcache_core.selection import choose
 from kvcache_core.storage import StorageSpec
@@ -77,12 +79,21 @@ def open_cache(
             options=selection.options,
         )
     )
-    pressure = config.pressure
+    pressure, prefix = config.pressure, config.prefix
     return KvCacheManager(
         storage,
         backend=selection.backend.name,
         allow_dtype_cast=config.allow_dtype_cast,
         pressure_thresholds=(pressure.medium, pressure.high, pressure.critical),
+        prefix=PrefixSettings(
+            enabled=prefix.enabled and geometry.prefix_reusable,
+            max_prefixes=prefix.max_prefixes,
+            min_prefix_length=prefix.min_prefix_length,
+            ttl_seconds=prefix.prefix_ttl_seconds,
+            cross_request_sharing=prefix.enable_cross_request_sharing,
+            namespace=prefix.namespace,
+        ),
+        eviction_policy=EVICTION_POLICIES[prefix.eviction_policy](),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from kvcache_core.budget import Budget
-from kvcache_core.config import CacheConfig, ConfigValues, PressureThresholds
+from kvcache_core.config import CacheConfig, ConfigValues, PrefixCacheConfig, PressureThresholds
 from kvcache_core.errors import ConfigError, KvCacheError
 from kvcache_core.frozen import FrozenMapping
 from kvcache_core.geometry import CacheGeometry
@@ -34,6 +34,15 @@ UNUSUAL: dict[str, Any] = {
     "max_sequence_length": 1234,
     "scrub_freed": True,
     "pressure": PressureThresholds(medium=0.1, high=0.2, critical=0.3),
+    "prefix": PrefixCacheConfig(
+        enabled=False,
+        max_prefixes=3,
+        min_prefix_length=32,
+        prefix_ttl_seconds=60.0,
+        enable_cross_request_sharing=False,
+        namespace="weights-7",
+        eviction_policy="priority",
+    ),
 }
 
 
@@ -430,7 +439,7 @@ def _accepts(schema: dict[str, Any], value: Any) -> bool:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, value) for key, value in UNUSUAL.items() if key not in ("geometry", "pressure", "options")),
+        *((key, value) for key, value in UNUSUAL.items() if key not in ("geometry", "pressure", "prefix", "options")),
         *(("budget", value) for value in ("4GiB", "512 MiB", "2GB", "1000 blocks", "1 token", "50%", 0.5, 1024)),
         *(("budget", value) for value in ("4 apples", "", "1000", 0, True, 1.5, "1.5 blocks", "4G")),
         *(("block_size", value) for value in (1, 16, 0, 3, True, "auto", "16")),

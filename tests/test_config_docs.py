@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_core.config import CacheConfig, PressureThresholds
+from kvcache_core.config import CacheConfig, PrefixCacheConfig, PressureThresholds
 from kvcache_core.errors import ConfigError
 
 TEXT = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -53,7 +53,8 @@ def test_the_table_of_keys_has_every_key_in_order_with_its_default():
     rows = {re.sub("`", "", key): default for key, default, _ in table("Keys")}
     keys: list[str] = []
     for name in CacheConfig.model_fields:
-        keys += [f"pressure.{inner}" for inner in PressureThresholds.model_fields] if name == "pressure" else [name]
+        model = {"pressure": PressureThresholds, "prefix": PrefixCacheConfig}.get(name)
+        keys += [f"{name}.{inner}" for inner in model.model_fields] if model else [name]
     assert list(rows) == keys
     defaults: dict[str, Any] = CacheConfig().to_dict()
     for key, default in rows.items():

@@ -48,6 +48,7 @@ PUBLIC = [
     "MutableBlockTable",
     "NoBackendAvailableError",
     "OptionsError",
+    "PrefixCacheConfig",
     "PrefixExplanation",
     "PressureThresholds",
     "ShapeError",
