@@ -109,6 +109,22 @@ class TestMemory:
         assert taken <= 1.02 * (40 + 1 + 600) * token_bytes + 3 * runs * PAGE
         driver.check(source, first, second)
 
+    def test_empty_pages_are_accounted_for_when_another_sequence_goes_during_the_step(
+        self, mapped_driver: MakeDriver
+    ) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 224)
+        late, early = driver.fork(source), driver.fork(source, 189)
+        driver.append(early, 195)
+        rows = driver.random_rows(100)
+        batch = driver.begin({early: 100})
+        driver.close(late)
+        for layer, (key, value) in rows.items():
+            driver.storage.write(batch, layer, key, value)
+        assert driver.unaccounted_bytes <= 0
+        driver.storage.truncate(early.slot, early.length)
+        driver.check(source, early)
+
     def test_many_sequences_need_one_file_descriptor(self, mapped_driver: MakeDriver) -> None:
         driver = mapped_driver()
         source = filled(driver, 3)
@@ -160,6 +176,18 @@ class TestSharing:
         driver.check(source, *forks)
         driver.close(source)
         driver.check(*forks)
+
+    @pytest.mark.parametrize("back", [0, 1, 2])
+    def test_a_fork_keeps_its_last_tokens_however_little_the_source_goes_back(
+        self, mapped_driver: MakeDriver, back: int
+    ) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 60)
+        fork = driver.fork(source)
+        driver.truncate(source, 60 - back)
+        driver.append(source, 3)
+        assert source.slot.mapping.private is (back > 0)
+        driver.check(source, fork)
 
     def test_tensors_handed_out_before_stay_valid_when_the_source_becomes_private(
         self, mapped_driver: MakeDriver

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import settings
@@ -163,6 +165,15 @@ def test_gathered_tensors_are_views_of_the_rows_that_a_step_writes(mapped_driver
     after = driver.storage.gather(sequence.slot, (), 104, 0)[0]
     assert driver.storage.dense_is_view
     assert before.data_ptr() == after.data_ptr()
+
+
+def test_a_closed_sequence_is_forgotten(driver: Driver) -> None:
+    sequence = driver.open()
+    driver.append(sequence, 3)
+    slot = weakref.ref(sequence.slot)
+    driver.close(sequence)
+    del sequence
+    assert slot() is None
 
 
 class TestCapacity:
