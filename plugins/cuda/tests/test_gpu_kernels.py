@@ -23,7 +23,7 @@ class Event:
 
     reached = True
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         pass
 
     def query(self) -> bool:
@@ -43,6 +43,7 @@ def flashinfer(storage: CudaStorage, monkeypatch: pytest.MonkeyPatch) -> Attenti
     stand_in.BatchPrefillWithPagedKVCacheWrapper = kernel_contracts.BatchPrefillWithPagedKVCacheWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     from kvcache_cuda.flashinfer import FlashInferKernel
 
     return FlashInferKernel(storage.pool, storage.upload, storage.device)

@@ -48,15 +48,17 @@ class _Wrappers:
         self._idle: list[_Idle] = []
 
     def take(self) -> Any:
+        """Return a wrapper that nothing is waiting for."""
         for index, (wrapper, done) in enumerate(self._idle):
             if done.query():  # type: ignore[no-untyped-call,unused-ignore]
                 del self._idle[index]
                 return wrapper
         return self._make()
 
-    def give_back(self, wrapper: Any) -> None:
+    def give_back(self, wrapper: Any, stream: torch.cuda.Stream) -> None:
+        """Take back a wrapper whose work was asked of `stream`."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
-        done.record()
+        done.record(stream)
         self._idle.append(_Idle(wrapper, done))
 
 
@@ -77,7 +79,8 @@ class StepPlan:
         wrapper = self._planned.get(shape)
         if wrapper is None:
             wrapper = self._wrappers.take()
-            weakref.finalize(self, self._wrappers.give_back, wrapper)
+            stream = torch.cuda.current_stream(batch.device)
+            weakref.finalize(self, self._wrappers.give_back, wrapper, stream).atexit = False
             self._plan(wrapper, batch, shape)
             self._planned[shape] = wrapper
         return wrapper
