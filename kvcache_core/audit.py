@@ -65,7 +65,10 @@ def audit_books(
 def _audit_sequence(sequence: CachedSequence, block_size: int) -> list[str]:
     problems = []
     name = sequence.request_id
-    if blocks_for(sequence.num_tokens, block_size) > len(sequence.blocks):
+    if sequence.state is HandleState.SWAPPED:
+        if sequence.blocks or sequence.swapped is None:
+            problems.append(f"{name}: is swapped out and still holds blocks, or nothing at all")
+    elif blocks_for(sequence.num_tokens, block_size) > len(sequence.blocks):
         problems.append(f"{name}: {sequence.num_tokens} tokens do not fit {len(sequence.blocks)} blocks")
     if sequence.num_tokens > sequence.max_tokens:
         problems.append(f"{name}: {sequence.num_tokens} tokens exceed its maximum of {sequence.max_tokens}")

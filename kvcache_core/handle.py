@@ -295,10 +295,11 @@ class KvCacheHandle:
             HandleError: It was freed before, or is otherwise invalid.
             StepError: The handle is part of an open step.
         """
-        store = self._live().store
+        self._require_freeable()
+        store = self._manager.store
         with store.locked():
-            self.require_usable()
-            store.require_changeable(self._sequence, "free")
+            self._require_freeable()
+            store.require_freeable(self._sequence, "free")
             self._freed = True
             store.drop_reference(self._sequence)
 
@@ -335,7 +336,7 @@ class KvCacheHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self.is_valid:
+        if not self._is_freeable:
             return
         try:
             self.free()
@@ -356,7 +357,7 @@ class KvCacheHandle:
         )
 
     def __del__(self) -> None:
-        if sys.is_finalizing() or getattr(self, "_freed", True) or not self.is_valid:
+        if sys.is_finalizing() or getattr(self, "_freed", True) or not self._is_freeable:
             return
         self._freed = True
         name = self._sequence.request_id
@@ -383,10 +384,20 @@ class KvCacheHandle:
     def _problem(self) -> HandleError | None:
         """Why the handle cannot be used, or None."""
         problem = self._manager.store.problem_with(self._sequence)
-        if problem is None and self._freed:
+        if self._freed and (problem is None or problem.reason == "swapped"):
             name = self._sequence.request_id
             return HandleError(f"this handle of {name!r} was freed; allocate, fork or clone another", reason="freed")
         return problem
+
+    @property
+    def _is_freeable(self) -> bool:
+        """Whether the handle can be given back: it is usable, or swapped out."""
+        problem = self._problem()
+        return problem is None or problem.reason == "swapped"
+
+    def _require_freeable(self) -> None:
+        if not self._is_freeable:
+            self.require_usable()
 
     def require_usable(self) -> None:
         """Raise HandleError, with the reason, unless the handle can be used."""

@@ -18,10 +18,11 @@ from kvcache_core.handle import KvCacheHandle
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.pressure import PressureCallback, PressureMonitor
-from kvcache_core.sequence import AllocationRequest, CachedSequence
+from kvcache_core.sequence import AllocationRequest, CachedSequence, HandleState
 from kvcache_core.sequence_store import SequenceStore
 from kvcache_core.stats import CacheGcStats, CacheManagerStats
 from kvcache_core.step import NewTokens, Step, check_named_once, make_batch, parse_new_tokens
+from kvcache_core.swapping import swap_in, swap_out
 
 if TYPE_CHECKING:
     import torch
@@ -326,6 +327,36 @@ class KvCacheManager:
         """
         with self.store.locked():
             return self.store.prefixes.clear()
+
+    # -- swapping ----------------------------------------------------------------------------------------
+
+    def swap_out(self, handle: KvCacheHandle) -> None:
+        """Move a sequence to the backend's host tier and free its blocks; until `swap_in`, its handles are unusable.
+
+        They can still be freed. What others share with it stays where it is.
+
+        Raises:
+            UnsupportedError: The backend does not declare `swap`, or has no host tier.
+            CacheFullError: The tier is full; nothing changes.
+            StepError: The handle is part of an open step.
+            HandleError: The handle is invalid or foreign.
+        """
+        self.require_capability("swap")
+        swap_out(self.store, self._own(handle))
+
+    def swap_in(self, handle: KvCacheHandle) -> None:
+        """Bring a swapped sequence back, into blocks of its own; one that is not swapped out stays as it is.
+
+        Raises:
+            UnsupportedError: The backend does not declare `swap`.
+            CacheFullError: There is no room for it; it stays swapped out.
+            HandleError: The handle was freed, or is otherwise invalid or foreign.
+        """
+        self.require_capability("swap")
+        if handle.state is not HandleState.SWAPPED or handle.manager is not self:
+            self._own(handle)
+            return
+        swap_in(self.store, handle.sequence)
 
     # -- the whole ---------------------------------------------------------------------------------------
 

@@ -190,6 +190,7 @@ class CachedSequence:
         is_kept: No handle is left, and its memory was given up for reuse.
         references: Live handles.
         state: Active, swapped or freed.
+        swapped: What the storage returned when it was swapped out, or None.
         version: Changes whenever the contents or the table change.
         transaction: The open step it takes part in, or None.
         last_access: `time.time()` of the last use.
@@ -211,6 +212,7 @@ class CachedSequence:
     is_kept: bool = False
     references: int = 0
     state: HandleState = HandleState.ACTIVE
+    swapped: Any = None
     version: int = 0
     transaction: Transaction | None = None
     last_access: float = field(default_factory=time.time)
@@ -223,9 +225,11 @@ class CachedSequence:
         self._handles.append(weakref.ref(handle))
 
     def any_handle(self) -> KvCacheHandle | None:
-        """Return a usable handle to this sequence, if there is one."""
+        """Return a handle to this sequence that is usable, or would be if it were not swapped out; or None."""
         handles = (known() for known in self._handles)
-        return next((handle for handle in handles if handle is not None and handle.is_valid), None)
+        return next(
+            (handle for handle in handles if handle is not None and handle.state is not HandleState.FREED), None
+        )
 
     def touch(self) -> None:
         """Note a use."""

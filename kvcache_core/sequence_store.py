@@ -108,6 +108,12 @@ class SequenceStore:
             return HandleError(f"the cache of {name!r} is swapped out; swap it in first", reason="swapped")
         return None
 
+    def require_freeable(self, sequence: CachedSequence, operation: str) -> None:
+        """As `require_changeable`, but a sequence that is swapped out will do."""
+        problem = self.problem_with(sequence)
+        if problem is None or problem.reason != "swapped":
+            self.require_changeable(sequence, operation)
+
     def require_changeable(self, sequence: CachedSequence, operation: str) -> None:
         """Raise unless the sequence is usable and no open step includes it."""
         problem = self.problem_with(sequence)
@@ -264,7 +270,7 @@ class SequenceStore:
         """Free a sequence, whatever handles refer to it."""
         with self.locked():
             sequence = self.find(request_id)
-            self.require_changeable(sequence, "deallocate")
+            self.require_freeable(sequence, "deallocate")
             self._free(sequence)
 
     def find(self, request_id: str) -> CachedSequence:
@@ -599,6 +605,10 @@ class SequenceStore:
         self.prefixes.forget(sequence, 0)
         blocks, sequence.blocks = sequence.blocks, []
         slot, sequence.slot = sequence.slot, None
+        ticket, sequence.swapped = sequence.swapped, None
+        if ticket is not None:  # it has neither blocks nor a slot
+            self.storage.drop_swapped(ticket)
+            return
         try:
             self.books.release(blocks)
         finally:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from kvcache_core.batch import Batch, Segment
 from kvcache_core.counts import check_count
+from kvcache_core.errors import UnsupportedError
 from kvcache_core.geometry import CacheGeometry
 
 if TYPE_CHECKING:
@@ -254,6 +255,36 @@ class Storage(ABC):
 
         Exactly the first `num_tokens` tokens of the sequence; views where `dense_is_view`, else copies.
         """
+
+    # -- the host tier, for the capability "swap" ----------------------------------------------------------
+
+    def swap_out(self, slot: Any, blocks: Sequence[int], num_tokens: int) -> Any:
+        """Copy a sequence's tokens to another tier and return a ticket for them; the sequence stays as it is.
+
+        Core closes the slot and releases the blocks right afterwards: what is then written to them must not overtake
+        the copy. Called under the manager's lock, as the other two.
+
+        Args:
+            slot: The sequence.
+            blocks: The ids of the blocks that hold its tokens.
+            num_tokens: How many tokens.
+
+        Raises:
+            CacheFullError: The tier is full; nothing has changed.
+            UnsupportedError: There is no such tier.
+        """
+        raise UnsupportedError("this backend cannot swap", capability="swap")
+
+    def swap_in(self, ticket: Any, blocks: Sequence[int]) -> Any:
+        """Copy the tokens behind a ticket to `blocks`, free its place in the tier and return the slot.
+
+        What is then read from the blocks must not overtake the copy. If it raises, the ticket stays valid.
+        """
+        raise UnsupportedError("this backend cannot swap", capability="swap")
+
+    def drop_swapped(self, ticket: Any) -> None:
+        """Free the place of a ticket in the tier."""
+        raise UnsupportedError("this backend cannot swap", capability="swap")
 
     # -- the whole ---------------------------------------------------------------------------------------
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from kvcache_core.batch import Batch
-from kvcache_core.errors import ShapeError
+from kvcache_core.errors import ShapeError, UnsupportedError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.paged.gathering import gather_rows
 from kvcache_core.paged.handle import PagedKvCacheHandle
+from kvcache_core.paged.host_tier import HostTier, SwapTicket
 from kvcache_core.paged.kernel import AttentionKernel
 from kvcache_core.paged.pool import BlockPool
 from kvcache_core.paged.reference import ReferenceKernel
@@ -25,11 +27,13 @@ class PagedStorage(Storage):
     """Keys and values in a pool of blocks.
 
     A backend has to say how much memory a device has (`device_memory`), and may override what its device does
-    differently: `allocate`, `upload`, `order`, `make_kernel`, and what those do not reach.
+    differently: `allocate`, `upload`, `order`, `make_kernel`, `make_tier` with
+    `swapping` and `wait_for_swaps`, and what those do not reach.
 
     Attributes:
         pool: The blocks.
         kernel: What attends.
+        tier: Where sequences wait that are swapped out, or None.
         takes_memory_lazily: Whether memory is only taken where blocks have been reserved.
     """
 
@@ -45,6 +49,7 @@ class PagedStorage(Storage):
         self.dtype = getattr(torch, spec.dtype)
         self.pool = BlockPool(spec.geometry, spec.block_size, spec.num_blocks, self.allocate)
         self.kernel = self.make_kernel()
+        self.tier = self.make_tier()
         self._highest_block = 0
         if self.takes_memory_lazily and spec.initial_blocks:
             self._highest_block = min(spec.initial_blocks, spec.num_blocks)
@@ -65,6 +70,22 @@ class PagedStorage(Storage):
 
         Called before every use of the pool. A device with several queues makes the current one wait for the others.
         """
+
+    def make_tier(self) -> HostTier | None:
+        """Build the tier that sequences are swapped out to, or none."""
+        return None
+
+    @contextmanager
+    def swapping(self) -> Iterator[None]:
+        """Run copies to and from the host tier: after all that was asked before, and before all that is asked later.
+
+        A device with several queues may do so in one of its own.
+        """
+        self.order()
+        yield
+
+    def wait_for_swaps(self) -> None:
+        """Have the host wait until all copies to and from the tier are done."""
 
     # -- sequences ---------------------------------------------------------------------------------------
 
@@ -169,6 +190,35 @@ class PagedStorage(Storage):
         ids = self.upload(torch.tensor(blocks[:used], dtype=torch.int64))
         return gather_rows(self.pool.key(layer), ids, num_tokens), gather_rows(self.pool.value(layer), ids, num_tokens)
 
+    # -- the host tier -----------------------------------------------------------------------------------
+
+    @override
+    def swap_out(self, slot: None, blocks: Sequence[int], num_tokens: int) -> SwapTicket:
+        tier = self._tier()
+        tier.require(len(blocks))
+        with self.swapping():
+            return tier.put(blocks, num_tokens)
+
+    @override
+    def swap_in(self, ticket: SwapTicket, blocks: Sequence[int]) -> None:
+        highest = max(blocks, default=0)
+        self._highest_block = max(self._highest_block, highest)
+        with self.swapping():
+            self._tier().take(ticket, blocks)
+        self.drop_swapped(ticket)
+
+    @override
+    def drop_swapped(self, ticket: SwapTicket) -> None:
+        if self.spec.scrub:
+            self.wait_for_swaps()
+            self._tier().zero(ticket)
+        self._tier().drop(ticket)
+
+    def _tier(self) -> HostTier:
+        if self.tier is None:
+            raise UnsupportedError("this cache has no host tier to swap to; configure one", capability="swap")
+        return self.tier
+
     # -- the whole ---------------------------------------------------------------------------------------
 
     @property
@@ -181,6 +231,9 @@ class PagedStorage(Storage):
     @override
     def shutdown(self) -> None:
         self.pool.clear()
+        if self.tier is not None:
+            self.wait_for_swaps()
+            self.tier.clear()
         self._highest_block = 0
 
     @override
@@ -188,3 +241,5 @@ class PagedStorage(Storage):
         self.order()
         for layer in self.pool.nonzero_null_layers():
             yield f"layer {layer}: the null block has been written to"
+        if self.tier is not None:
+            yield from self.tier.audit()

@@ -20,6 +20,7 @@ class CudaOptions(BackendOptions):
         device: `"auto"` for the GPU that the configuration's `device` names, or the first; `"cpu"` runs the same code
             on the CPU, for tests and for machines without a GPU.
         kernel: What attends. `"auto"` takes the first of flashinfer, varlen and reference that fits.
+        swap_blocks: Blocks in pinned host memory that sequences can be swapped out to; 0 for no swapping.
         check_tables: Whether every block table is checked on the host before a kernel reads it.
     """
 
@@ -31,6 +32,12 @@ class CudaOptions(BackendOptions):
         default="auto",
         description="flashinfer (if installed), varlen (torch's own paged attention), reference (plain torch, exact) "
         "or auto (the first of them that fits)",
+    )
+    swap_blocks: int = Field(
+        default=0,
+        ge=0,
+        le=2**31 - 1,
+        description="blocks of pinned host memory that sequences can be swapped out to; 0 for no swapping",
     )
     check_tables: bool = Field(
         default=False, description="check every block table on the host before a kernel reads it, to find slips"

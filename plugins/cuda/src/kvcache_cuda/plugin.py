@@ -13,6 +13,7 @@ CAPABILITIES = frozenset(
         "export.varlen",
         "export.vllm",
         "graph_capture",
+        "swap",
         "unequal_head_dims",
     }
 )

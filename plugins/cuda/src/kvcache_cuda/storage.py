@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ from kvcache_core.errors import BackendUnavailableError, ConfigError, ShapeError
 from kvcache_core.host_memory import host_memory
 from kvcache_core.paged import AttentionKernel, PagedStorage, ReferenceKernel
 from kvcache_core.paged.host import lazy_zeros
+from kvcache_core.paged.host_tier import HostTier
 from kvcache_core.plugin import Batch, DeviceMemory, KvCacheHandle, StorageSpec
 from kvcache_cuda.handle import CudaKvCacheHandle
 from kvcache_cuda.kernels import Situation, judge
@@ -109,6 +112,30 @@ class CudaStorage(PagedStorage):
     def order(self) -> None:
         if self._streams is not None:
             self._streams.enter()
+
+    @override
+    def make_tier(self) -> HostTier | None:
+        blocks = self._options.swap_blocks
+        return HostTier(self.pool, blocks, self._allocate_on_host, self.upload) if blocks else None
+
+    def _allocate_on_host(self, num_elements: int) -> torch.Tensor:
+        if not self._on_gpu:
+            return lazy_zeros(num_elements, self.dtype)
+        return torch.zeros(num_elements, dtype=self.dtype, pin_memory=True)
+
+    @override
+    @contextmanager
+    def swapping(self) -> Iterator[None]:
+        if self._streams is None:
+            yield
+            return
+        with self._streams.aside():
+            yield
+
+    @override
+    def wait_for_swaps(self) -> None:
+        if self._streams is not None:
+            self._streams.wait_aside()
 
     @override
     def plan(self, batch: Batch) -> Any:

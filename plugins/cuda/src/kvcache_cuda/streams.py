@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -22,6 +24,7 @@ class StreamOrder:
         self._device = device
         self._lock = threading.Lock()
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._side: torch.cuda.Stream | None = None
 
     def enter(self) -> None:
         """Order the current stream after all others that have entered before."""
@@ -31,7 +34,31 @@ class StreamOrder:
         if torch.cuda.is_current_stream_capturing():
             return  # a graph cannot wait for what is outside of it; who replays it enters first
         with self._lock:
+            if self._side is not None and self._side.query():
+                self._streams.pop(self._side.cuda_stream, None)  # it is idle, and whoever uses it notes it again
             others = [stream for key, stream in self._streams.items() if key != current.cuda_stream]
             self._streams[current.cuda_stream] = current
         for stream in others:
             current.wait_stream(stream)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run what is inside on a stream of its own, after all that was asked before and before all that comes later.
+
+        Only one thread may be inside at a time.
+        """
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call,unused-ignore]
+        side = self._side
+        try:
+            with torch.cuda.stream(side):
+                self.enter()
+                yield
+        finally:
+            with self._lock:  # again, for it may have been idle and forgotten before the work inside was asked for
+                self._streams[side.cuda_stream] = side
+
+    def wait_aside(self) -> None:
+        """Have the host wait for the stream aside."""
+        if self._side is not None:
+            self._side.synchronize()  # type: ignore[no-untyped-call,unused-ignore]
