@@ -51,9 +51,11 @@ NewCache = Callable[..., KvCacheManager]
 def new_cache() -> Iterator[NewCache]:
     opened: list[KvCacheManager] = []
 
-    def make(kernel: str = "auto", block_size: int | str = "auto", **config: Any) -> KvCacheManager:
+    def make(
+        kernel: str = "auto", block_size: int | str = "auto", swap_blocks: int = 0, **config: Any
+    ) -> KvCacheManager:
         settings = {"geometry": CacheGeometry.uniform(2, 2, 64), "dtype": "bfloat16", "budget": "4096 tokens"} | config
-        options = {"kernel": kernel, "device": "auto" if HAS_GPU else "cpu"}
+        options = {"kernel": kernel, "swap_blocks": swap_blocks, "device": "auto" if HAS_GPU else "cpu"}
         opened.append(open_cache(backend="cuda", block_size=block_size, options=options, **settings))
         return opened[-1]
 
@@ -269,6 +271,44 @@ def test_vllm_47282_a_recycled_block_is_not_written_before_its_last_reader_is_do
         got = attend_dense(query[-1:].float(), key.float(), value.float(), scale=64**-0.5)
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
         new.free()
+
+
+def swapping_cache(new_cache: NewCache, budget: str = "64 tokens") -> KvCacheManager:
+    geometry = CacheGeometry.uniform(2, 2, 64)
+    return new_cache("reference", 16, geometry=geometry, budget=budget, swap_blocks=16)
+
+
+def test_vllm_45704_a_sequence_is_copied_out_only_after_it_was_written(new_cache: NewCache) -> None:
+    """Behind a busy device, from another stream than the default one, many times."""
+    cache = swapping_cache(new_cache)
+    stream = torch.cuda.Stream() if HAS_GPU else None
+    for round_ in range(20):
+        rows = randn(48, 2, 64)
+        with torch.cuda.stream(stream), cache.allocate() as handle:
+            if HAS_GPU:
+                torch.cuda._sleep(20_000_000)
+            handle.append([(rows + round_, rows - round_)] * 2)
+            cache.swap_out(handle)
+            with cache.allocate() as other:  # takes the same blocks
+                other.append([(rows * 0, rows * 0)] * 2)
+            cache.swap_in(handle)
+            for layer in range(2):
+                key, value = handle.kv_cache(layer) or ()
+                assert torch.equal(key, rows + round_)
+                assert torch.equal(value, rows - round_)
+
+
+@gpu_only
+def test_swapping_does_not_make_the_host_wait(new_cache: NewCache) -> None:
+    cache = swapping_cache(new_cache)
+    handle = cache.allocate()
+    run(cache, {handle: 40}, 4)
+    cache.swap_out(handle)
+    cache.swap_in(handle)
+    with no_host_sync():
+        cache.swap_out(handle)
+        cache.swap_in(handle)
+    handle.free()
 
 
 @gpu_only
