@@ -387,11 +387,11 @@ class TestLifetime:
 
 class TestRefusal:
     @staticmethod
-    def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-        def refused(*arguments: Any, private: bool) -> int:
-            raise OSError(errno.ENOMEM, "mmap: Cannot allocate memory")
+    def refuse(monkeypatch: pytest.MonkeyPatch, call: str = "map_pages") -> None:
+        def refused(*arguments: Any, **options: Any) -> int:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-        monkeypatch.setattr(mapped, "map_pages", refused)
+        monkeypatch.setattr(mapped, call, refused)
 
     def test_a_refused_reservation_is_a_cache_full_error_with_numbers(
         self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
@@ -421,29 +421,33 @@ class TestRefusal:
         driver.append(source, 1)
         driver.check(source, driver.fork(source))
 
+    @pytest.mark.parametrize("call", ["map_pages", "move"])
     def test_a_source_that_cannot_become_private_stays_as_it_was(
-        self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+        self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, call: str
     ) -> None:
         driver = mapped_driver()
         source = filled(driver, 30)
         fork = driver.fork(source)
         driver.truncate(source, 10)
+        mappings = Path("/proc/self/maps").read_text().count("\n")
         with monkeypatch.context() as patch:
-            self.refuse(patch)
+            self.refuse(patch, call)
             with pytest.raises(CacheFullError):
                 driver.begin({source: 1})
+        assert Path("/proc/self/maps").read_text().count("\n") <= mappings
         driver.check(source, fork)
         driver.append(source, 25)
         driver.check(source, fork)
 
+    @pytest.mark.parametrize("call", ["map_pages", "move"])
     def test_a_fork_that_cannot_become_the_owner_writes_privately(
-        self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+        self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, call: str
     ) -> None:
         driver = mapped_driver()
         source = filled(driver, 30)
         fork = driver.fork(source)
         with monkeypatch.context() as patch:
-            self.refuse(patch)
+            self.refuse(patch, call)
             driver.append(fork, 10)
             driver.append(fork, 10)
         assert fork.slot.mapping.private

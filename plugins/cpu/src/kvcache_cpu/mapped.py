@@ -158,7 +158,7 @@ class MappedMemory(Memory[MappedSlot]):
         """Make a private mapping the owner of its base: copy its own rows to the file and map that instead.
 
         From then on it writes to the file, which costs the kernel less, and forks of it share everything. An owner
-        that was there before has nothing in the way and becomes private. Without address space all stays as it is.
+        that was there before has nothing in the way and becomes private. Without address space it stays private.
         """
         base = mapping.base
         try:
@@ -172,7 +172,7 @@ class MappedMemory(Memory[MappedSlot]):
     def _try_to_move_out(self, mapping: Mapping, keep: int) -> None:
         """Give a private mapping that shares nothing a base of its own, with its first `keep` rows.
 
-        It then writes to the file, and forks of it share everything. Without address space all stays as it is.
+        It then writes to the file, and forks of it share everything. Without address space it stays private.
         """
         layout = mapping.base.layout
         try:
@@ -202,15 +202,15 @@ class MappedMemory(Memory[MappedSlot]):
         length = mapping.length
         try:
             address = map_pages(self._ledger.file.fd, base.offset, length, private=private)
+            try:
+                for span in base.layout.rows(*copied):
+                    copy(mapping.address + span.offset, address + span.offset, span.length)
+                move(address, length, mapping.address)
+            except BaseException:
+                unmap(address, length)
+                raise
         except OSError as error:
             raise self._refused(base.layout, error) from error
-        try:
-            for span in base.layout.rows(*copied):
-                copy(mapping.address + span.offset, address + span.offset, span.length)
-            move(address, length, mapping.address)
-        except BaseException:
-            unmap(address, length)
-            raise
 
     def _copy_rows(self, source: Mapping, target: Mapping, start: int, stop: int) -> None:
         """Copy rows to a private mapping of the same base."""
