@@ -88,7 +88,7 @@ class KvCache(Cache):  # type: ignore[misc]
         self.pass_writer = PassWriter(handle)
         self._finalizer = weakref.finalize(self, self.pass_writer.close)
         self._lease = lease  # held after the finalizer has run, so the handle is freed before its cache is closed
-        geometry = handle.manager.geometry
+        self._geometry = geometry = handle.manager.geometry
         caching = set(geometry.caching_layers)
         super().__init__(
             layers=[
@@ -183,16 +183,14 @@ class KvCache(Cache):  # type: ignore[misc]
             ShapeError: The layer does not exist, or the tensors do not fit it.
             UnsupportedError: More than one row.
         """
-        layer = self.layers[self.manager.geometry.check_layer(layer_idx)]
-        keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        return keys, values
+        self._geometry.check_layer(layer_idx)
+        return self.pass_writer.write(layer_idx, key_states, value_states, kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens cached; 0 for a layer that caches nothing. Tokens of an unfinished pass do not count yet."""
-        geometry = self.manager.geometry
-        if not 0 <= layer_idx < geometry.num_layers:
+        if not 0 <= layer_idx < self._geometry.num_layers:
             return 0
-        return 0 if layer_idx and geometry.producer(layer_idx) is None else self.handle.num_tokens
+        return 0 if layer_idx and self._geometry.producer(layer_idx) is None else self.handle.num_tokens
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens the sequence may ever hold."""

@@ -7,7 +7,7 @@ ends with the last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class PassWriter:
     def __init__(self, handle: KvCacheHandle) -> None:
         self.handle = handle
         self._caching_layers = frozenset(handle.manager.geometry.caching_layers)
+        self._is_view = handle.dense_is_view
         self._pass = _ForwardPass()
 
     # -- the beginning and the end of a pass ---------------------------------------------------------------
@@ -122,17 +123,14 @@ class PassWriter:
 
     # -- one layer -----------------------------------------------------------------------------------------
 
-    def write(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, *, stored: bool, position_ids: Any = None
-    ) -> KeyValue:
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, said: Mapping[str, Any]) -> KeyValue:
         """Take one layer's new K and V `[1, heads, new tokens, dim]`; return those of the whole sequence.
 
         Args:
             layer: The layer.
             key: The new keys.
             value: The new values.
-            stored: False to attend over the new tokens without keeping them.
-            position_ids: Positions of the new tokens, if the model says them.
+            said: What the model passes to `Cache.update` besides: perhaps `use_cache` and `position_ids`.
         """
         if key.ndim != 4 or value.ndim != 4:
             raise ShapeError(
@@ -141,29 +139,35 @@ class PassWriter:
             )
         self._check_batch(key.shape[0])
         current = self._pass
-        if layer in current.layers:
-            if current.announced:
-                raise StepError(
-                    f"layer {layer} came twice in one forward pass, and each layer is cached once; "
-                    "if the pass before was interrupted, call cache.crop(0) to forget it"
-                )
-            self.roll_back()  # nobody announces passes here, so this is a new one after one that broke off
-            current = self._pass
-        if not current.layers and not current.announced:
-            self._check_positions(key.shape[2], position_ids)
-        current.stored = current.stored and stored
+        if not current.announced:
+            current = self._unannounced(layer, key.shape[2], said)
+        elif layer in current.layers:
+            raise StepError(
+                f"layer {layer} came twice in one forward pass, and each layer is cached once; "
+                "if the pass before was interrupted, call cache.crop(0) to forget it"
+            )
         if not current.stored:
             current.layers.add(layer)
             return self._joined(layer, key, value)
         step = current.step or self._open_step(current, key.shape[2])
-        step.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        step.write(layer, key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1))
         current.layers.add(layer)
         keys, values = step.gather(layer)
         result = _as_model_reads(keys, key.dtype), _as_model_reads(values, value.dtype)
-        result[0].kvcache_step = step, layer  # type: ignore[attr-defined]  # for our attention implementation
-        if not current.announced and current.layers >= self._caching_layers:
+        result[0].kvcache_step = step, layer, self._is_view  # type: ignore[attr-defined]  # for our attention
+        if not current.announced and len(current.layers) == len(self._caching_layers):
             self._commit()
         return result
+
+    def _unannounced(self, layer: int, num_tokens: int, said: Mapping[str, Any]) -> _ForwardPass:
+        """The pass under way when nobody says where one begins: a layer that comes again begins the next."""
+        if layer in self._pass.layers:
+            self.roll_back()
+        said = said.get("kwargs") or said  # models pass what they know in a keyword of that name
+        if not self._pass.layers:
+            self._check_positions(num_tokens, said.get("position_ids"))
+        self._pass.stored = self._pass.stored and said.get("use_cache") is not False
+        return self._pass
 
     def read(self, layer: int) -> KeyValue | None:
         """K and V of one layer, `[1, heads, tokens, dim]`, or None if it caches nothing."""

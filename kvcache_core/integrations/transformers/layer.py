@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers.cache_utils import CacheLayerMixin
@@ -68,15 +67,7 @@ class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new K and V and return those of the whole sequence."""
-        said = kwargs.get("kwargs") or kwargs  # models pass what they know in a keyword of that name
-        known: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
-        return self._writer.write(
-            self._layer,
-            key_states,
-            value_states,
-            stored=known.get("use_cache") is not False,
-            position_ids=known.get("position_ids"),
-        )
+        return self._writer.write(self._layer, key_states, value_states, kwargs)
 
     def get_seq_length(self) -> int:
         """Tokens cached, those of an unfinished forward pass not counted."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
+from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache, attention
 from kvcache_core.step import Step
 from tests.integrations.tiny import greedy, random_ids, tiny_model
 
@@ -60,11 +60,27 @@ def test_logits_equal_those_of_sdpa_with_ragged_chunks(switched, open_for):
     torch.testing.assert_close(torch.cat(got, dim=1), expected)
 
 
-def test_the_backend_attends_a_prefill_and_every_decode_step(attended, manager):
+def test_the_backend_attends_where_keys_would_have_to_be_gathered(attended, manager):
     model = copy.deepcopy(tiny_model())
     model.set_attn_implementation(ATTENTION_NAME)
     greedy(model, random_ids(9), KvCache(manager, model), new_tokens=3)
-    assert attended == [9] * 4 + [1] * 8
+    assert attended == ([] if manager.storage.dense_is_view else [9] * 4 + [1] * 8)
+
+
+@pytest.mark.parametrize(("dtype", "folds"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_views_are_attended_folded_in_float32_only(dtype, folds, monkeypatch):
+    model = copy.deepcopy(tiny_model()).to(dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    folded: list[int] = []
+    fold = attention._attend_folded
+
+    def count(query: torch.Tensor, *rest: object) -> torch.Tensor:
+        folded.append(query.shape[2])
+        return fold(query, *rest)
+
+    monkeypatch.setattr(attention, "_attend_folded", count)
+    greedy(model, random_ids(9), KvCache.for_model(model, backend="cpu"), new_tokens=3)
+    assert folded == ([1] * 8 if folds else [])
 
 
 @pytest.mark.parametrize(
