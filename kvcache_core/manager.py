@@ -281,7 +281,8 @@ class KvCacheManager:
     ) -> PrefixExplanation:
         """Say how many tokens `allocate` with the same request would reuse now, and why not more.
 
-        Nothing changes: nothing is pinned, and recency and hit rate stay as they are.
+        Nothing changes: nothing is pinned, and recency and hit rate stay as they are. Only what has outlived its time
+        is dropped first, as `allocate` would.
 
         Args:
             request: The request.
@@ -291,6 +292,7 @@ class KvCacheManager:
         """
         request = self._checked_request(request, fields)
         with self.store.locked():
+            self.store.expire_prefixes()
             return self.store.prefixes.explain(
                 self._prefix_key(request),
                 request.prompt,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 from kvcache_core.errors import ConfigError
@@ -30,6 +29,7 @@ class PrefixKey:
         salt: A tenant's secret; prompts under different salts never share. Not shown by `repr`.
         request: Name of the one request whose prompts may share, or None where requests share.
         extra: Anything else, such as digests of attached media, by name.
+        encoded: All given fields, each with its name, its type and their lengths, so that no two keys are alike.
 
     Raises:
         ConfigError: A value of another type, or a name in `extra` that is no text.
@@ -40,17 +40,13 @@ class PrefixKey:
     salt: KeyValue = field(default=None, repr=False)
     request: str | None = None
     extra: Mapping[str, KeyValue] = _NOTHING
+    encoded: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.extra is not _NOTHING:
             object.__setattr__(self, "extra", _sorted_copy(self.extra))
-
-    @cached_property
-    def encoded(self) -> bytes:
-        """All given fields, each with its name, its type and their lengths, so that no two keys are alike."""
-        return b"kvcache-core prefix 1" + b"".join(
-            [_encode(name, value) for name, value in self._fields() if value is not None]
-        )
+        parts = [_encode(name, value) for name, value in self._fields() if value is not None]
+        object.__setattr__(self, "encoded", b"kvcache-core prefix 1" + b"".join(parts))
 
     def _fields(self) -> Iterator[tuple[str, KeyValue]]:
         yield "namespace", self.namespace

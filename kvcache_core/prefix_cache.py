@@ -99,12 +99,18 @@ class PrefixCache:
         self._books = books
         self._storage = storage
         self._paged = storage.placement == "paged"
+        self._reusable = storage.spec.geometry.prefix_reusable
         self._live = live
 
     @property
     def hit_rate(self) -> float:
         """Share of the looked-up prompt tokens that were found."""
         return self.found / self.looked_up if self.looked_up else 0.0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether prompts reuse what earlier sequences stored: if it is switched on, and the model's keys allow it."""
+        return self.settings.enabled and self._reusable
 
     def enable(self, enabled: bool) -> None:
         """Switch reuse on or off; off drops what is kept."""
@@ -119,7 +125,7 @@ class PrefixCache:
 
         In contiguous memory a later prompt that finds its prefix there may want to grow further.
         """
-        return max(max_tokens, self._storage.spec.max_sequence_length) if self.settings.enabled else max_tokens
+        return max(max_tokens, self._storage.spec.max_sequence_length) if self.enabled else max_tokens
 
     def find(self, key: PrefixKey | None, token_ids: array[int], max_tokens: int) -> PrefixHit | None:
         """Find the longest cached prefix that leaves the last token of the prompt to compute.
@@ -129,7 +135,7 @@ class PrefixCache:
             token_ids: The prompt.
             max_tokens: Tokens that the sequence is to hold at most.
         """
-        if key is None or not self.settings.enabled:
+        if key is None or not self.enabled:
             return None
         size = self._books.block_size
         least = max(1, self.settings.min_prefix_length)
@@ -151,7 +157,7 @@ class PrefixCache:
 
     def note_lookup(self, num_tokens: int, hit: PrefixHit | None) -> None:
         """Count a prompt that was looked up, and note that what it found was used."""
-        if not self.settings.enabled:
+        if not self.enabled:
             return
         if hit is not None:
             if hit.home.is_kept:
@@ -165,8 +171,9 @@ class PrefixCache:
         """Say what a prompt would find now, and why not more."""
         size, minimum, length = self._books.block_size, self.settings.min_prefix_length, len(token_ids)
         most = self._most_blocks(token_ids)
-        if key is None or not self.settings.enabled:
-            return PrefixExplanation(num_tokens=0, reason="disabled", message="prefix reuse is switched off")
+        if key is None or not self.enabled:
+            message = _why_disabled(is_named=key is not None, reusable=self._reusable)
+            return PrefixExplanation(num_tokens=0, reason="disabled", message=message)
         if most == 0:
             message = f"{length} tokens hold no full block of {size} besides the last token"
             return PrefixExplanation(num_tokens=0, reason="shorter-than-a-block", message=message)
@@ -197,7 +204,7 @@ class PrefixCache:
 
     def publish(self, sequence: CachedSequence) -> None:
         """Make the full named blocks of a sequence findable."""
-        if self.settings.enabled:
+        if self.enabled:
             self.index.publish(sequence)
 
     def deduplicate(self, sequence: CachedSequence) -> None:
@@ -227,7 +234,7 @@ class PrefixCache:
     def retain(self, sequence: CachedSequence) -> None:
         """Take over a sequence whose last handle is being freed, if it is worth it; `is_kept` then tells so."""
         settings, size, tip = self.settings, self._books.block_size, sequence.tip
-        if tip is None or not settings.enabled or not settings.max_prefixes:
+        if tip is None or not self.enabled or not settings.max_prefixes:
             return
         keep = tip.depth
         if keep * size < settings.min_prefix_length:
@@ -276,11 +283,14 @@ class PrefixCache:
         keep = self._cut_point(sequence, missing)
         if keep == len(sequence.blocks):
             return
-        last = sequence.tip.ancestor(keep) if sequence.tip is not None else None
-        if last is None or any(held.is_kept and held is not sequence for held in last.holders()):
-            self._drop(sequence)  # another one keeps the rest
+        if keep:
+            self._storage.truncate(sequence.slot, keep * self._books.block_size)  # first, since it may raise
+            self.forget(sequence, keep)
+        tip = sequence.tip
+        if not keep or tip is None or any(held.is_kept and held is not sequence for held in tip.holders()):
+            self._drop(sequence)  # what is left of it is kept by another one, if at all
         else:
-            self._cut(sequence, keep)
+            self._books.release_retained(self._shorten(sequence, keep))
 
     def _cut_point(self, sequence: CachedSequence, missing: int) -> int:
         """How many leading blocks to keep so that dropping the rest frees `missing` blocks, or all it can."""
@@ -337,22 +347,15 @@ class PrefixCache:
                 stack.callback(self._drop, sequence)
         return dropped
 
-    def _cut(self, sequence: CachedSequence, keep: int) -> None:
-        """Keep the first `keep` blocks of a kept sequence."""
-        self._storage.truncate(sequence.slot, keep * self._books.block_size)
-        self.forget(sequence, keep)
-        self._books.release_retained(self._shorten(sequence, keep))
-
     def _drop(self, sequence: CachedSequence) -> None:
-        """Keep a sequence no longer."""
-        self.policy.forget(sequence.cache_id)
+        """Keep a sequence no longer: all of it goes, even if the storage or the policy raises."""
         del self.retained[sequence.cache_id]
         self.forget(sequence, 0)
         slot, sequence.slot = sequence.slot, None
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.policy.forget, sequence.cache_id)
+            stack.callback(self._storage.close, slot)
             self._books.release_retained(self._shorten(sequence, 0))
-        finally:
-            self._storage.close(slot)
 
     def _shorten(self, sequence: CachedSequence, keep: int) -> list[int]:
         """Bring a sequence's books down to its first `keep` blocks; return the others."""
@@ -361,6 +364,14 @@ class PrefixCache:
         sequence.num_tokens = keep * self._books.block_size
         del sequence.token_ids[sequence.num_tokens :]
         return dropped
+
+
+def _why_disabled(*, is_named: bool, reusable: bool) -> str:
+    if not reusable:
+        return "this model's keys depend on how long the prompt is, so they cannot be reused"
+    if not is_named:
+        return "requests do not share, and this one has no id of its own that could ask again"
+    return "prefix reuse is switched off"
 
 
 class _Candidates(Mapping[str, EvictionCandidate]):

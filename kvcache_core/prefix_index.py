@@ -210,12 +210,13 @@ class PrefixIndex:
             self._dropped.append(node.name)
             self._count -= 1
             node = node.parent
-        if node.depth > keep:
-            heir = _best(node.holders())
-            while node.depth > keep:
-                if node.home is sequence:
-                    node.home = heir
-                node = node.parent
+        heir: CachedSequence | None = None
+        while node.depth > keep:
+            if node.home is sequence:
+                if heir is None or not heir.is_kept:  # further up a kept one may have branched off
+                    heir = _best(node.holders())
+                node.home = heir
+            node = node.parent
         if keep:
             self.hold(sequence, node)
         elif not node.children:

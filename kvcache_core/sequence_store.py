@@ -141,7 +141,7 @@ class SequenceStore:
             name = self._unused_name(request_id)
             sequence = CachedSequence(unique_id("kv"), name, max_tokens, self.generation, priority, None, [])
             sequence.prefix_key = prefix_key
-            self.prefixes.expire()
+            self.expire_prefixes()
             hit = self.prefixes.find(prefix_key, token_ids, max_tokens)
             if hit is None:
                 sequence.capacity = self.prefixes.capacity(max_tokens)
@@ -246,6 +246,8 @@ class SequenceStore:
 
     def _take_over_names(self, source: CachedSequence, target: CachedSequence, num_blocks: int) -> None:
         """Let prompts find the shared prefix through `target` too, if those that may find one may find the other."""
+        if not target.num_tokens:
+            return
         if source.prefix_key != target.prefix_key:
             target.prefix_key = None  # what it holds was computed under one key, and what follows under another
         elif source.tip is not None:

@@ -8,19 +8,41 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from kvcache_core import KvCacheHandle, KvCacheManager, PrefixExplanation
+from kvcache_core.plugin import Storage, StorageSpec
 from kvcache_core.prefix_cache import PrefixSettings
-from tests.caches import make_cache
+from tests.caches import StorageMaker, make_cache
+from tests.storages.int8 import Int8Storage
+from tests.storages.paged import PagedStorage
+
+
+def _cpu(memory: str) -> StorageMaker:
+    def make(spec: StorageSpec) -> Storage:
+        storage = pytest.importorskip("kvcache_cpu.storage")
+        options = pytest.importorskip("kvcache_cpu.options").CpuOptions(memory=memory)
+        made: Storage = storage.CpuStorage(replace(spec, options=options))
+        return made
+
+    return make
+
+
+#: Blocks and copies of whole sequences, shared pages and copies that grow.
+STORAGES: dict[str, StorageMaker] = {
+    "paged": PagedStorage,
+    "int8": Int8Storage,
+    "mapped": _cpu("mapped"),
+    "heap": _cpu("heap"),
+}
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 ON = PrefixSettings(enabled=True)
-#: Fields of a request that what is cached depends on.
-KEYS = ("adapter", "salt", "extra_keys")
 
 
 def make_prefix_cache(
@@ -39,9 +61,9 @@ def _numbers(token_ids: Sequence[int], key: str) -> list[int]:
     return numbers
 
 
-def layers_for(cache: KvCacheManager, token_ids: Sequence[int], start: int = 0, key: str = "") -> Layers:
+def layers_for(cache: KvCacheManager, token_ids: Sequence[int], start: int = 0, **request: Any) -> Layers:
     """What `append` takes for the tokens from position `start` on."""
-    numbers = torch.tensor(_numbers(token_ids, key)[start:], dtype=torch.float32)
+    numbers = torch.tensor(_numbers(token_ids, key_of(request))[start:], dtype=torch.float32)
     layers = []
     for layer in cache.geometry.caching_layers:
         spec = cache.own_spec(layer)
@@ -53,20 +75,22 @@ def layers_for(cache: KvCacheManager, token_ids: Sequence[int], start: int = 0, 
 
 def key_of(request: dict[str, Any]) -> str:
     """The part of a request that K and V depend on, as text."""
-    return repr(sorted((name, repr(request[name])) for name in KEYS if request.get(name) is not None))
+    fields = {name: request.get(name) for name in ("adapter", "salt")}
+    fields |= {f"extra {name}": value for name, value in (request.get("extra_keys") or {}).items()}
+    return repr(sorted((name, repr(value)) for name, value in fields.items() if value is not None))
 
 
 def fill(handle: KvCacheHandle, token_ids: Sequence[int], **request: Any) -> None:
     """Append what the handle lacks of a prompt."""
     start = handle.num_tokens
-    handle.append(layers_for(handle.manager, token_ids, start, key_of(request)), token_ids[start:])
+    handle.append(layers_for(handle.manager, token_ids, start, **request), token_ids[start:])
 
 
 def assert_reads(handle: KvCacheHandle, token_ids: Sequence[int], **request: Any) -> None:
     """Check that the handle holds exactly these tokens, with the K and V that they have under this request."""
     assert handle.num_tokens == len(token_ids)
     cache = handle.manager
-    wanted = layers_for(cache, token_ids, 0, key_of(request))
+    wanted = layers_for(cache, token_ids, 0, **request)
     for layer, pair in zip(cache.geometry.caching_layers, wanted, strict=True):
         both = handle.kv_cache(layer)
         assert both is not None
