@@ -60,6 +60,41 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
         },
     ),
+    "gemma3n": (  # the upper layers read the K and V of lower ones
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            **_COMMON,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "gpt_oss": (  # attention sinks
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**_COMMON, "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mpt": (  # its config says use_cache=False
+        "MptConfig",
+        "MptForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_seq_len": 512,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "dtype": "float32",
+        },
+    ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_OLD_NAMES, "n_embd": 32, "n_positions": 512}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**_OLD_NAMES, "hidden_size": 32}),  # positions by ALiBi
     "opt": (

@@ -23,13 +23,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvcache_core.errors import UnsupportedError
+
 __all__ = ["ATTENTION_NAME", "attention_forward"]
 
 #: What `set_attn_implementation` takes.
 ATTENTION_NAME = "kvcache"
 
-#: Arguments that change what is computed; given, the layer is not ours to attend.
-_NOT_PLAIN = ("position_bias", "softcap", "s_aux", "sinks", "output_attentions")
+#: Arguments that change what is computed in a way that neither sdpa nor the backends know: attention sinks, soft caps.
+_REFUSED = ("s_aux", "sinks", "softcap")
 
 
 def attention_forward(
@@ -56,7 +58,17 @@ def attention_forward(
 
     Returns:
         `[batch, new tokens, heads, value head dim]` and no attention weights.
+
+    Raises:
+        UnsupportedError: The model's attention has sinks or a soft cap.
     """
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"the attention implementation {ATTENTION_NAME!r} does not know {name!r}, which "
+                f"{type(module).__name__} needs: call model.set_attn_implementation('eager')",
+                capability=name,
+            )
     written = getattr(key, "kvcache_step", None)
     if written is not None and attention_mask is None and not dropout and _is_plain(kwargs):
         step, layer, is_view = written
@@ -71,8 +83,7 @@ def attention_forward(
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    is_causal = kwargs.get("is_causal")
-    return (is_causal or is_causal is None) and not any(kwargs.get(name) for name in _NOT_PLAIN)
+    return kwargs.get("is_causal") is not False and kwargs.get("position_bias") is None
 
 
 def _attend_folded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:

@@ -38,14 +38,6 @@ def _writer_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PassWrite
     return None
 
 
-def _wants_cache(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the pass is to be stored. Some models tell their layers, and so `Cache.update`, some do not."""
-    said = kwargs.get("use_cache")
-    if said is None:
-        said = getattr(getattr(module, "config", None), "use_cache", None)
-    return said is not False
-
-
 def _before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     writer = _writer_among(args, kwargs)
     if writer is None:
@@ -60,7 +52,8 @@ def _before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         token_ids=None if input_ids is None or tokens.shape[0] != 1 else input_ids[0].tolist(),
         position_ids=kwargs.get("position_ids"),
         attention_mask=kwargs.get("attention_mask", args[1] if len(args) > 1 else None),
-        stored=_wants_cache(module, kwargs),
+        # Said in the call. A config's default is less specific than a cache that was passed.
+        stored=kwargs.get("use_cache") is not False,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcache_core.errors import UnsupportedError
 from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache, attention
 from kvcache_core.step import Step
 from tests.integrations.tiny import greedy, random_ids, tiny_model
@@ -126,10 +127,11 @@ def test_training_goes_the_usual_way(attended):
     assert attended == []
 
 
-def test_soft_capped_attention_is_refused_as_by_sdpa(open_for):
-    model = copy.deepcopy(tiny_model("gemma2"))
+@pytest.mark.parametrize(("family", "what"), [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
+def test_attention_with_a_soft_cap_or_sinks_is_refused(family, what, open_for):
+    model = copy.deepcopy(tiny_model(family))
     model.set_attn_implementation(ATTENTION_NAME)
     cache = KvCache(open_for(model), model)
-    with pytest.raises(ValueError, match="softcap"):
+    with pytest.raises(UnsupportedError, match=f"does not know '{what}'.*'eager'"):
         greedy(model, random_ids(9), cache)
     assert cache.get_seq_length() == 0

@@ -27,7 +27,7 @@ def test_greedy_tokens_equal_those_of_dynamic_cache(family, open_for):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [1, 5, 21])
+@pytest.mark.parametrize("chunk", [2, 5])
 def test_chunked_prefill_gives_the_same_tokens(family, chunk, open_for):
     model, ids = tiny_model(family), random_ids(21)
     cache = KvCache(open_for(model), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -186,6 +187,16 @@ def test_use_cache_false_attends_over_the_cache_and_stores_nothing(model, manage
     assert torch.equal(greedy(model, ids, KvCache(manager, model), use_cache=False), greedy(model, ids))
 
 
+def test_a_cache_that_is_passed_is_filled_whatever_the_config_s_default(manager):
+    model = copy.deepcopy(tiny_model())
+    model.config.use_cache = False
+    cache = KvCache(manager, model)
+    forward(model, random_ids(5), cache)
+    assert cache.get_seq_length() == 5
+    forward(model, random_ids(5), cache, use_cache=False)
+    assert cache.get_seq_length() == 5
+
+
 def test_tensors_with_gradients_are_refused_with_advice(model, manager):
     cache = KvCache(manager, model)
     with pytest.raises(ShapeError, match=r"carries gradients.*no_grad"):
@@ -305,8 +316,6 @@ def test_embeddings_in_place_of_ids_are_anonymous(model, manager):
 
 
 def test_the_model_is_not_kept_alive_by_its_caches_nor_they_by_it(manager):
-    import copy
-
     model = copy.deepcopy(tiny_model())
     cache = KvCache(manager, model)
     greedy(model, random_ids(9), cache)
