@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from importlib_metadata import DistributionFinder, MetadataPathFinder
 
+from kvcache_core.messages import FIRST_PARTY
 from kvcache_core.plugin import ENTRY_POINT_GROUP
 from kvcache_core.registry import BackendRegistry
 
@@ -51,6 +52,13 @@ class Site:
         self._monkeypatch = monkeypatch
         self.paths: list[Path] = []
         self.path = self.add_path("site")
+        self._set_real_backends_aside()
+
+    def _set_real_backends_aside(self) -> None:
+        """Have a backend of this site imported although an installed one of its name was before."""
+        packages = {distribution.replace("-", "_") for distribution in FIRST_PARTY.values()}
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+            self._monkeypatch.delitem(sys.modules, name)
 
     def add_path(self, name: str) -> Path:
         """A further directory, before all others."""
