@@ -17,6 +17,7 @@ from kvcache_core.cli.model_options import (
     DeviceName,
     DtypeName,
     ModelName,
+    let_waiting_threads_sleep,
     open_for,
     read_config,
 )
@@ -90,6 +91,7 @@ def demo(
     from kvcache_core.cli.waiting import Waiting  # noqa: PLC0415 - as the other, only this command needs it
     from kvcache_core.integrations.models import load_model  # noqa: PLC0415
 
+    let_waiting_threads_sleep()
     started = time.perf_counter()
     cache_config = read_config(backend=backend, device=device, config_file=config, options=option)
     with Waiting() as waiting:

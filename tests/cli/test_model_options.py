@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from kvcache_core.cli.model_options import parse_options
+from kvcache_core.cli.model_options import let_waiting_threads_sleep, parse_options
 from kvcache_core.errors import ConfigError
 
 
@@ -31,3 +33,12 @@ def test_pairs_become_a_table(pairs, options):
 def test_anything_else_is_refused(pairs):
     with pytest.raises(ConfigError, match="--option"):
         parse_options(pairs)
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    let_waiting_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    let_waiting_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
