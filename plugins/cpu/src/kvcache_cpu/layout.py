@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
 from kvcache_core.plugin import CacheGeometry
 
-__all__ = ["Layout", "Section", "Span"]
+__all__ = ["Layout", "Section", "Span", "Strided"]
 
 
 class Span(NamedTuple):
@@ -23,6 +24,14 @@ class Span(NamedTuple):
 
     offset: int
     length: int
+
+
+class Strided(NamedTuple):
+    """A tensor in a sequence's memory: what `torch.Tensor.as_strided` takes, in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,13 @@ class Section:
         """The part of one layer."""
         offset = self.offset + index * self.heads * self.run_bytes
         return Section(offset, 1, self.heads, self.dim, self.row_bytes, self.run_bytes, self.page)
+
+    def strided(self, capacity: int) -> Strided:
+        """The first `capacity` rows of all runs as a tensor `[layers, heads, capacity, dim]`."""
+        itemsize = self.row_bytes // self.dim
+        run = self.run_bytes // itemsize
+        shape = (self.layers, self.heads, capacity, self.dim)
+        return Strided(shape, (self.heads * run, run, self.dim, 1), self.offset // itemsize)
 
     def rows(self, start: int, stop: int) -> Iterator[Span]:
         """Rows `start` to `stop` (exclusive)."""
@@ -130,6 +146,11 @@ class Layout:
             groups.append((pair[0], pair[1]))
         smallest = min(section.row_bytes for pair in groups for section in pair)
         return cls(capacity, tuple(groups), offset, max(1, page // smallest))
+
+    @cached_property
+    def strided(self) -> tuple[tuple[Strided, Strided], ...]:
+        """Keys and values of each layer group as tensors."""
+        return tuple((key.strided(self.capacity), value.strided(self.capacity)) for key, value in self.groups)
 
     @property
     def sections(self) -> Iterator[Section]:

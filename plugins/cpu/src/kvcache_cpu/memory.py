@@ -11,7 +11,7 @@ from weakref import ReferenceType
 import torch
 
 from kvcache_core.plugin import CacheGeometry, StorageSpec
-from kvcache_cpu.layout import Layout, Section
+from kvcache_cpu.layout import Layout
 from kvcache_cpu.pages import PAGE
 
 __all__ = ["Memory", "Slot", "SlotMemory", "dense_views"]
@@ -154,17 +154,10 @@ def dense_views(
     The tensors keep the buffer alive. They are made outside inference mode, so that they can be written within it
     and without.
     """
-    with torch.inference_mode(False):
-        flat = torch.frombuffer(memory, dtype=dtype)
-        keys = tuple(_section_view(flat, section, layout.capacity) for section, _ in layout.groups)
-        values = tuple(_section_view(flat, section, layout.capacity) for _, section in layout.groups)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return dense_views(memory, dtype, layout)
+    flat = torch.frombuffer(memory, dtype=dtype)
+    keys = tuple([flat.as_strided(*key) for key, _ in layout.strided])
+    values = tuple([flat.as_strided(*value) for _, value in layout.strided])
     return keys, values
-
-
-def _section_view(flat: torch.Tensor, section: Section, room: int) -> torch.Tensor:
-    run = section.run_bytes // flat.itemsize
-    return flat.as_strided(
-        (section.layers, section.heads, room, section.dim),
-        (section.heads * run, run, section.dim, 1),
-        section.offset // flat.itemsize,
-    )
