@@ -34,19 +34,21 @@ def measure(rounds: int = 60) -> list[Figure]:
             for layer in range(GEOMETRY.num_layers):
                 dynamic.update(headed, headed, layer)
 
-        seconds = interleaved(
-            {
-                "long": lambda: decode(cache, long, rows, None),
-                "short": lambda: decode(cache, short, rows, None),
-                "dynamic": update,
-            },
-            rounds=rounds,
-        )
-    of_dynamic = seconds["long"] / seconds["dynamic"]
+        def append_long() -> None:
+            decode(cache, long, rows, None)
+
+        def append_short() -> None:
+            decode(cache, short, rows, None)
+
+        # Apart, since an update leaves the caches of the processor empty for whoever comes after it.
+        lengths = interleaved({"long": append_long, "short": append_short}, rounds=4 * rounds)
+        caches = interleaved({"ours": append_long, "dynamic": update}, rounds=rounds)
     return [
-        Figure(name=f"append at {LONG} tokens", value=seconds["long"] * 1e6, unit="µs"),
-        Figure(name=f"append at {SHORT} tokens", value=seconds["short"] * 1e6, unit="µs"),
-        Figure(name=f"DynamicCache.update at {LONG} tokens", value=seconds["dynamic"] * 1e6, unit="µs"),
-        Figure(name="append, of DynamicCache.update", value=of_dynamic, unit="x", at_most=1 / 30),
-        Figure(name="append, long of short", value=seconds["long"] / seconds["short"], unit="x", at_most=1.5),
+        Figure(name=f"append at {LONG} tokens", value=lengths["long"] * 1e6, unit="µs"),
+        Figure(name=f"append at {SHORT} tokens", value=lengths["short"] * 1e6, unit="µs"),
+        Figure(name=f"DynamicCache.update at {LONG} tokens", value=caches["dynamic"] * 1e6, unit="µs"),
+        Figure(
+            name="append, of DynamicCache.update", value=caches["ours"] / caches["dynamic"], unit="x", at_most=1 / 30
+        ),
+        Figure(name="append, long of short", value=lengths["long"] / lengths["short"], unit="x", at_most=1.5),
     ]
