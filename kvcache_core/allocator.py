@@ -123,20 +123,21 @@ class BlockAllocator:
         names, references = self._names, self._references
         for block in blocks:
             names[block] += 1
-            if not references[block]:
+            count = references[block]
+            references[block] = count + 1
+            if not count:
                 self._cached -= 1  # it was named by retained sequences only
-            references[block] += 1
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
         """Count one reference less to each block; return those that nobody names any more, in order."""
         names, references = self._names, self._references
         unnamed = []
         for block in blocks:
-            names[block] -= 1
-            references[block] -= 1
-            if not names[block]:
+            names[block] = left = names[block] - 1
+            references[block] = count = references[block] - 1
+            if not left:
                 unnamed.append(block)
-            elif not references[block]:
+            elif not count:
                 self._cached += 1
         return unnamed
 
@@ -144,8 +145,8 @@ class BlockAllocator:
         """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
         references = self._references
         for block in blocks:
-            references[block] -= 1
-            if not references[block]:
+            references[block] = count = references[block] - 1
+            if not count:
                 self._cached += 1
 
     def unretain(self, blocks: Sequence[int]) -> list[int]:
@@ -153,8 +154,8 @@ class BlockAllocator:
         names = self._names
         unnamed = []
         for block in blocks:
-            names[block] -= 1
-            if not names[block]:
+            names[block] = left = names[block] - 1
+            if not left:
                 unnamed.append(block)
         self._cached -= len(unnamed)
         return unnamed
@@ -181,9 +182,21 @@ class BlockAllocator:
         """Whether more than one sequence names `block`, live or retained."""
         return self._names[block] > 1
 
-    def is_freed_by_unretaining(self, block: int) -> bool:
-        """Whether `block` has but one name left, that of a retained sequence."""
-        return self._names[block] == 1 and not self._references[block]
+    def cut_point(self, blocks: Sequence[int], count: int) -> int:
+        """How many of a retained sequence's blocks to keep so that unretaining the others frees `count`, or all it can.
+
+        All of them if no block would be freed.
+        """
+        names, references = self._names, self._references
+        keep = len(blocks)
+        for position in range(len(blocks) - 1, -1, -1):
+            block = blocks[position]
+            if names[block] == 1 and not references[block]:
+                keep = position
+                count -= 1
+                if not count:
+                    break
+        return keep
 
     @property
     def cached_block_count(self) -> int:

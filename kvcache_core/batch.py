@@ -23,7 +23,8 @@ class Segment(NamedTuple):
 
     Attributes:
         slot: What the storage returned when the sequence was opened or forked.
-        blocks: Physical block ids of the sequence, logical order, capacity for `stop` tokens at least.
+        blocks: Physical block ids of the sequence, logical order, capacity for `stop` tokens at least. It is the
+            sequence's own table, which later steps change: copy what has to outlive this one.
         start: Tokens cached before the step, which is the position of the first new token.
         stop: Tokens cached once the step commits.
         row: Row of the first new token in the packed tensors.
@@ -61,7 +62,8 @@ class Batch:
         upload: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.segments = tuple(segments)
-        self.num_tokens = sum(segment.stop - segment.start for segment in self.segments)
+        last = self.segments[-1] if self.segments else None
+        self.num_tokens = 0 if last is None else last.row + last.stop - last.start
         self.block_size = block_size
         self.device = device
         self.plan: Any = None

@@ -17,6 +17,7 @@ class Books:
     Attributes:
         allocator: The block ids and their reference counts.
         block_size: Tokens per block.
+        is_shared: Whether somebody besides one sequence relies on a block's contents.
         failures: Requests refused for want of room, so far.
         make_room: Evicts until so many blocks are free; called only when that is possible.
     """
@@ -24,6 +25,7 @@ class Books:
     def __init__(self, allocator: BlockAllocator, storage: Storage, *, scrub: bool) -> None:
         self.allocator = allocator
         self.block_size = allocator.block_size
+        self.is_shared: Callable[[int], bool] = allocator.is_shared
         self.failures = 0
         self.make_room: Callable[[int], None] = _evict_nothing
         self._storage = storage
@@ -77,10 +79,6 @@ class Books:
             if count <= total
             else f"raise the budget: the whole cache holds {total * size} tokens",
         )
-
-    def is_shared(self, block: int) -> bool:
-        """Whether somebody besides one sequence relies on the block's contents."""
-        return self.allocator.is_shared(block)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more sequence names these blocks."""

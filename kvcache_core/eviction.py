@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -46,7 +47,8 @@ class CacheEvictionPolicy(Protocol):
     def select_eviction_candidates(self, candidates: Mapping[str, EvictionCandidate]) -> Iterable[str]:
         """Return cache ids of `candidates` in the order in which they should go; one that is left out stays.
 
-        The result may be lazy, and is read only as far as room is needed; prefixes may be forgotten meanwhile.
+        The result may be lazy: core takes the first prefix that it has not tried yet, and asks again while room is
+        needed. A prefix that frees nothing, because live sequences hold all of it, counts as used and is passed over.
         """
         ...
 
@@ -70,17 +72,39 @@ class LruPolicy:
 
     def select_eviction_candidates(self, candidates: Mapping[str, EvictionCandidate]) -> Iterable[str]:
         """Oldest access first."""
-        return list(self._order)
+        return self._order
 
 
-class PriorityLruPolicy(LruPolicy):
+class PriorityLruPolicy:
     """The lowest priority goes first; among equals the least recently used."""
 
     name = "priority"
 
+    def __init__(self) -> None:
+        self._recent: dict[str, None] = {}  # used since they were last asked for, oldest first
+        self._levels: dict[int, dict[str, None]] = {}  # all others by priority, oldest first
+        self._level_of: dict[str, int] = {}
+
+    def record_access(self, cache_id: str) -> None:
+        """Move the prefix to the young end of its priority."""
+        self.forget(cache_id)
+        self._recent[cache_id] = None
+
+    def forget(self, cache_id: str) -> None:
+        """Drop the prefix from the order."""
+        level = self._level_of.pop(cache_id, None)
+        if level is None:
+            self._recent.pop(cache_id, None)
+        else:
+            del self._levels[level][cache_id]
+
     def select_eviction_candidates(self, candidates: Mapping[str, EvictionCandidate]) -> Iterable[str]:
         """Lowest priority first, then oldest access."""
-        return sorted(self._order, key=lambda cache_id: candidates[cache_id].priority)
+        for cache_id in self._recent:
+            level = self._level_of[cache_id] = candidates[cache_id].priority
+            self._levels.setdefault(level, {})[cache_id] = None
+        self._recent.clear()
+        return chain.from_iterable(self._levels[level] for level in sorted(self._levels))
 
 
 #: Policies that a configuration can name.

@@ -65,6 +65,11 @@ class KvCacheHandle:
         return self._sequence
 
     @property
+    def is_freed(self) -> bool:
+        """Whether `free` was called on this handle; other handles to the same sequence may still be valid."""
+        return self._freed
+
+    @property
     def is_valid(self) -> bool:
         """Whether the handle can be used.
 

@@ -21,7 +21,7 @@ from kvcache_core.pressure import PressureCallback, PressureMonitor
 from kvcache_core.sequence import AllocationRequest, CachedSequence, HandleState
 from kvcache_core.sequence_store import SequenceStore
 from kvcache_core.stats import CacheGcStats, CacheManagerStats
-from kvcache_core.step import NewTokens, Step, check_named_once, make_batch, parse_new_tokens
+from kvcache_core.step import NewTokens, Step, make_batch, parse_new_tokens, require_named_once
 from kvcache_core.swapping import swap_in, swap_out
 
 if TYPE_CHECKING:
@@ -256,8 +256,12 @@ class KvCacheManager:
             ShapeError: Token ids or a count that are no such thing.
         """
         handles = tuple(new_tokens)
-        wanted = [(self._own(handle), *parse_new_tokens(new_tokens[handle])) for handle in handles]
-        check_named_once(handles)
+        wanted = []
+        for handle in handles:
+            sequence = self._own(handle)
+            count, token_ids = parse_new_tokens(new_tokens[handle])
+            wanted.append((sequence, count, token_ids))
+        require_named_once(handles)
         transaction = self.store.reserve(wanted)
         try:
             batch = make_batch(transaction.parts, self.storage)
@@ -357,6 +361,7 @@ class KvCacheManager:
         self.require_capability("swap")
         if handle.state is not HandleState.SWAPPED or handle.manager is not self:
             self._own(handle)
+            handle.require_usable()
             return
         swap_in(self.store, handle.sequence)
 
@@ -453,12 +458,13 @@ class KvCacheManager:
     # -- checks ------------------------------------------------------------------------------------------
 
     def _own(self, handle: KvCacheHandle) -> CachedSequence:
-        """Return the sequence of a usable handle of this cache."""
+        """Return the sequence of a handle of this cache that was not freed; whether it is usable, the store checks."""
         if not isinstance(handle, KvCacheHandle):
             raise HandleError(f"{handle!r} is not a cache handle", reason="foreign")
         if handle.manager is not self:
             raise HandleError(f"{handle!r} belongs to another cache", reason="foreign")
-        handle.require_usable()
+        if handle.is_freed:
+            handle.require_usable()
         return handle.sequence
 
     def _prefix_key(self, request: AllocationRequest) -> PrefixKey | None:

@@ -6,7 +6,7 @@ import itertools
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ class PrefixSettings:
         namespace: Identity of the model, part of every key.
 
     Raises:
-        ConfigError: A number is negative.
+        ConfigError: A number is negative, or the namespace is not of a type that a key may have.
     """
 
     enabled: bool = False
@@ -49,6 +49,7 @@ class PrefixSettings:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name} must be at least 0, not {value!r}", key=f"prefix.{name}")
+        PrefixKey(namespace=self.namespace)
 
 
 @dataclass(frozen=True)
@@ -249,14 +250,20 @@ class PrefixCache:
         sequence.is_kept = True
         self.retained[sequence.cache_id] = sequence
         branch = self.index.prefer(sequence)
-        try:
+        try:  # all of it, even if the storage or the policy raises
             self._books.release(dropped)
         finally:
-            self._use(sequence)
+            try:
+                self._use(sequence)
+            finally:
+                self._drop_surplus(branch)
+
+    def _drop_surplus(self, branch: PrefixNode | None) -> None:
+        """Drop what ends where the youngest kept sequence goes on, and what is more than may be kept."""
         if branch is not None and branch.tips:
             for prefix in [held for held in branch.tips if held.is_kept]:
                 self._drop(prefix)
-        while len(self.retained) > settings.max_prefixes:
+        while len(self.retained) > self.settings.max_prefixes:
             self._evict_one()
 
     def _use(self, kept: CachedSequence) -> None:
@@ -269,19 +276,27 @@ class PrefixCache:
     def make_room(self, count: int) -> None:
         """Evict until `count` blocks are free or nothing is left to evict."""
         allocator = self._books.allocator
-        for cache_id in list(self.policy.select_eviction_candidates(_Candidates(self.retained))):
-            free = allocator.free_block_count
-            if free >= count:
+        tried: set[str] = set()
+        while (free := allocator.free_block_count) < count:
+            sequence = self._next_victim(tried)
+            if sequence is None:
                 return
-            sequence = self.retained.get(cache_id)
-            if sequence is not None:
-                self._evict(sequence, count - free)
-                self.evictions += allocator.free_block_count - free
+            tried.add(sequence.cache_id)
+            self._evict(sequence, count - free)
+            self.evictions += allocator.free_block_count - free
+
+    def _next_victim(self, tried: Container[str] = ()) -> CachedSequence | None:
+        """The kept sequence that the policy gives up first, or None if it spares all that were not tried."""
+        chosen = self.policy.select_eviction_candidates(_Candidates(self.retained))
+        known = (cache_id for cache_id in chosen if cache_id not in tried and cache_id in self.retained)
+        cache_id = next(known, None)
+        return None if cache_id is None else self.retained[cache_id]
 
     def _evict(self, sequence: CachedSequence, missing: int) -> None:
-        """Cut a kept sequence from the tail until `missing` blocks are freed; leave what frees nothing."""
-        keep = self._cut_point(sequence, missing)
+        """Cut a kept sequence from the tail until `missing` blocks are freed, or all that can be."""
+        keep = self._books.allocator.cut_point(sequence.blocks, missing)
         if keep == len(sequence.blocks):
+            self._use(sequence)  # live sequences hold all of it, so it is in use right now
             return
         if keep:
             self._storage.truncate(sequence.slot, keep * self._books.block_size)  # first, since it may raise
@@ -292,26 +307,11 @@ class PrefixCache:
         else:
             self._books.release_retained(self._shorten(sequence, keep))
 
-    def _cut_point(self, sequence: CachedSequence, missing: int) -> int:
-        """How many leading blocks to keep so that dropping the rest frees `missing` blocks, or all it can."""
-        is_freed = self._books.allocator.is_freed_by_unretaining
-        blocks = sequence.blocks
-        keep = len(blocks)
-        for position in range(len(blocks) - 1, -1, -1):
-            if is_freed(blocks[position]):
-                keep = position
-                missing -= 1
-                if not missing:
-                    break
-        return keep
-
     def _evict_one(self) -> None:
         """Drop one kept sequence whole."""
         free = self._books.allocator.free_block_count
-        chosen = self.policy.select_eviction_candidates(_Candidates(self.retained))
-        known = (self.retained[cache_id] for cache_id in chosen if cache_id in self.retained)
-        oldest = next(iter(self.retained.values()))  # where the policy spares everything, the limit holds all the same
-        self._drop(next(known, oldest))
+        oldest = next(iter(self.retained.values()))
+        self._drop(self._next_victim() or oldest)  # where the policy spares everything, the limit holds all the same
         self.evictions += self._books.allocator.free_block_count - free
 
     def expire(self) -> None:

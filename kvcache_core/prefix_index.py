@@ -56,7 +56,7 @@ class PrefixNode:
 
     def add_child(self, tokens: bytes, home: CachedSequence) -> PrefixNode:
         """Enter a block below this one."""
-        child = PrefixNode(tokens, self.depth + 1, self.name_of_child(tokens))
+        child = PrefixNode(tokens, self.depth + 1, sha256(self.name + tokens).digest())
         child.parent = self
         child.home = home
         self.children[tokens] = child

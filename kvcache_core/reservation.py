@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvcache_core.block_table import blocks_for
@@ -22,22 +23,26 @@ class Reservation:
         sequence: Whose room it is.
         start: First position that will be written.
         stop: One past the last one.
+        token_ids: Ids of the tokens that will be written, if they are named.
         needed: Free blocks that `apply` takes.
     """
 
-    __slots__ = ("_copied", "_had_blocks", "needed", "sequence", "start", "stop")
+    __slots__ = ("_copied", "_had_blocks", "needed", "sequence", "start", "stop", "token_ids")
 
-    def __init__(self, books: Books, sequence: CachedSequence, start: int, stop: int) -> None:
+    def __init__(
+        self, books: Books, sequence: CachedSequence, start: int, stop: int, token_ids: array[int] | None = None
+    ) -> None:
         self.sequence = sequence
         self.start = start
         self.stop = stop
-        size = books.block_size
-        held = len(sequence.blocks)
+        self.token_ids = token_ids
         #: (logical index, block named before, private block) of the copied block, once there is one.
         self._copied: tuple[int, int, int] | None = None
-        self._had_blocks = held
-        self.needed = max(0, blocks_for(stop, size) - held)
-        if stop > start and start % size and books.is_shared(sequence.blocks[start // size]):
+        size, blocks = books.block_size, sequence.blocks
+        self._had_blocks = held = len(blocks)
+        missing = -(-stop // size) - held
+        self.needed = missing if missing > 0 else 0
+        if start % size and stop > start and books.is_shared(blocks[start // size]):
             self.needed += 1
 
     def apply(self, books: Books, storage: Storage, taken: Sequence[int]) -> None:
@@ -46,21 +51,25 @@ class Reservation:
         If the storage raises, the table is as before and `taken` belongs to the caller again.
         """
         sequence = self.sequence
-        size = books.block_size
-        fresh = list(taken)
-        copies = []
-        index = self.start // size
-        if len(fresh) > max(0, blocks_for(self.stop, size) - self._had_blocks):
-            old, new = sequence.blocks[index], fresh.pop()
-            self._copied = (index, old, new)
-            sequence.blocks[index] = new
-            copies.append(BlockCopy(old, new, self.start % size))
-        sequence.blocks.extend(fresh)
+        copies = self._enter(books.block_size, list(taken)) if self.needed else ()
         try:
             storage.reserve(sequence.slot, sequence.blocks, self.start, self.stop, copies)
         except BaseException:
             self._restore_table()
             raise
+
+    def _enter(self, size: int, fresh: list[int]) -> Sequence[BlockCopy]:
+        """Extend the table; return the copy of the shared block that is needed."""
+        blocks = self.sequence.blocks
+        copies = []
+        if len(fresh) > max(0, blocks_for(self.stop, size) - self._had_blocks):
+            index = self.start // size
+            old, new = blocks[index], fresh.pop()
+            self._copied = (index, old, new)
+            blocks[index] = new
+            copies.append(BlockCopy(old, new, self.start % size))
+        blocks.extend(fresh)
+        return copies
 
     def _restore_table(self) -> None:
         del self.sequence.blocks[self._had_blocks :]

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_core.counts import check_count
@@ -22,7 +23,7 @@ from kvcache_core.validation import show
 if TYPE_CHECKING:
     from kvcache_core.handle import KvCacheHandle
     from kvcache_core.prefix_index import PrefixNode
-    from kvcache_core.step import Transaction
+    from kvcache_core.transaction import Transaction
 
 __all__ = ["AllocationRequest", "CachedSequence", "HandleState", "token_array"]
 
@@ -63,15 +64,22 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
     Raises:
         ShapeError: An id is not an int of at most 64 bits, or the tensor has more than one dimension.
     """
-    if isinstance(token_ids, array) and token_ids.typecode == "q":
-        return token_ids[:]
-    values = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    kind = type(token_ids)
+    if kind is array and cast("array[int]", token_ids).typecode == "q":
+        return cast("array[int]", token_ids)[:]
+    values = token_ids.tolist() if kind is not list and hasattr(token_ids, "tolist") else token_ids
     try:
         if isinstance(values, (bytes, bytearray)):  # which `array` would take for its own memory
             raise TypeError("bytes are no token ids")
         return array("q", values)
     except (TypeError, OverflowError) as error:
         raise ShapeError(f"token ids must be a flat sequence of 64-bit ints, not {show(token_ids)} ({error})") from None
+
+
+@lru_cache(maxsize=64, typed=True)
+def _plain_key(namespace: KeyValue) -> PrefixKey:
+    """The key of most prompts; made once for each model."""
+    return PrefixKey(namespace=namespace)
 
 
 def check_request_id(request_id: object) -> None:
@@ -135,6 +143,8 @@ class AllocationRequest:
 
     def prefix_key(self, namespace: KeyValue) -> PrefixKey:
         """What cached blocks of this prompt depend on besides its tokens, in the cache of `namespace`."""
+        if self.adapter is None and self.salt is None and not self.extra_keys:
+            return _plain_key(namespace)
         return PrefixKey(namespace=namespace, adapter=self.adapter, salt=self.salt, extra=self.extra_keys)
 
     @property

@@ -20,14 +20,15 @@ from kvcache_core.locking import Guard, process_generation
 from kvcache_core.prefix import PrefixKey
 from kvcache_core.prefix_cache import PrefixCache, PrefixHit, PrefixSettings
 from kvcache_core.pressure import PressureMonitor
-from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence, HandleState, check_request_id, unique_id
 from kvcache_core.stats import CacheHandleStats
-from kvcache_core.step import Part, StepState, Transaction
 from kvcache_core.storage import Storage
+from kvcache_core.transaction import Transaction, Transactions, Wanted
 from kvcache_core.validation import show
 
 __all__ = ["SequenceStore"]
+
+_ACTIVE = HandleState.ACTIVE
 
 
 class SequenceStore:
@@ -65,22 +66,27 @@ class SequenceStore:
         self.books = Books(BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, scrub=spec.scrub)
         self.prefixes = PrefixCache(self.books, storage, self.live, prefix_settings, eviction_policy)
         self.books.make_room = self.prefixes.make_room
+        self._steps = Transactions(self.books, storage, self.prefixes)
         self._dropped: deque[CachedSequence | Transaction] = deque()
         self._process = process_generation()
 
     # -- whether it can be used --------------------------------------------------------------------------
 
     @property
+    def _is_usable(self) -> bool:
+        return not self.closed and self._process == process_generation()
+
+    @property
     def unusable(self) -> HandleError | None:
         """Why nothing here can be used any more, or None."""
+        if self._is_usable:
+            return None
         if self.closed:
             return HandleError("the cache was closed; open it again", reason="closed")
-        if self._process != process_generation():
-            return HandleError(
-                "the cache was opened before this process was forked; open one of its own in the child",
-                reason="forked-process",
-            )
-        return None
+        return HandleError(
+            "the cache was opened before this process was forked; open one of its own in the child",
+            reason="forked-process",
+        )
 
     def require_usable(self) -> None:
         """Raise HandleError if the cache is closed or this is a forked child."""
@@ -94,6 +100,11 @@ class SequenceStore:
 
     def problem_with(self, sequence: CachedSequence) -> HandleError | None:
         """Why this sequence cannot be used, or None."""
+        if sequence.state is _ACTIVE and sequence.generation == self.generation and self._is_usable:
+            return None
+        return self._explained(sequence)
+
+    def _explained(self, sequence: CachedSequence) -> HandleError | None:
         problem = self.unusable
         if problem is not None:
             return problem
@@ -115,7 +126,9 @@ class SequenceStore:
             self.require_changeable(sequence, operation)
 
     def require_changeable(self, sequence: CachedSequence, operation: str) -> None:
-        """Raise unless the sequence is usable and no open step includes it."""
+        """Raise unless the sequence is usable and no open step includes it. Under the lock."""
+        if sequence.state is _ACTIVE and sequence.generation == self.generation and sequence.transaction is None:
+            return
         problem = self.problem_with(sequence)
         if problem is not None:
             raise problem
@@ -409,103 +422,26 @@ class SequenceStore:
 
     # -- steps -------------------------------------------------------------------------------------------
 
-    def reserve(self, wanted: Sequence[tuple[CachedSequence, int, array[int] | None]]) -> Transaction:
-        """Reserve room for the new tokens of every sequence, or for none.
-
-        Args:
-            wanted: Sequence, number of new tokens, and their ids if they are named.
-        """
+    def reserve(self, wanted: Sequence[Wanted]) -> Transaction:
+        """Reserve room for the new tokens of every sequence, or for none."""
         with self.locked():
-            parts = []
-            for sequence, count, token_ids in wanted:
+            for sequence, count, _ in wanted:
                 self.require_changeable(sequence, "begin a step with")
-                self.prefixes.deduplicate(sequence)
-                start = sequence.num_tokens
-                self._require_length(start + count, sequence.max_tokens, held=len(sequence.blocks))
-                parts.append(Part(sequence, Reservation(self.books, sequence, start, start + count), token_ids))
-            needed = sum(part.reservation.needed for part in parts)
-            tokens = sum(count for _, count, _ in wanted)
-            blocks = self.books.take(needed, purpose=f"for {tokens} new tokens")
-            applied: list[Part] = []
-            try:
-                for part in parts:
-                    part.reservation.apply(self.books, self.storage, blocks[: part.reservation.needed])
-                    del blocks[: part.reservation.needed]
-                    applied.append(part)
-            except BaseException:
-                try:
-                    self._undo(applied)
-                finally:
-                    self.books.release(blocks)
-                raise
-            transaction = Transaction(tuple(parts))
-            for part in parts:
-                part.sequence.transaction = transaction
-            return transaction
+                stop = sequence.num_tokens + count
+                if stop > sequence.max_tokens:
+                    self._require_length(stop, sequence.max_tokens, held=len(sequence.blocks))
+            return self._steps.begin(wanted)
 
     def finish(self, transaction: Transaction, *, keep: bool) -> None:
         """Commit a step, or undo it."""
         with self.locked():
             if transaction.state == "open":
-                self._finish(transaction, keep=keep)
+                if keep:
+                    self._steps.commit(transaction)
+                else:
+                    self._steps.undo(transaction)
             elif keep:
                 raise StepError(f"commit needs an open step; this one is {transaction.state}")
-
-    def _finish(self, transaction: Transaction, *, keep: bool) -> None:
-        if keep:
-            self._commit(transaction)
-        else:
-            self._end_step(transaction, "aborted")
-            self._undo(transaction.parts)
-
-    @staticmethod
-    def _end_step(transaction: Transaction, state: StepState) -> None:
-        transaction.state = state
-        for part in transaction.parts:
-            part.sequence.transaction = None
-
-    def _commit(self, transaction: Transaction) -> None:
-        """Move all lengths together.
-
-        The storage is called first, when nothing has changed yet, and last, when everything has: it may raise.
-        """
-        size = self.books.block_size
-        steps = list(zip(transaction.parts, transaction.stops, strict=True))
-        shortened = [(part, stop) for part, stop in steps if stop < part.reservation.stop]
-        for part, stop in shortened:
-            self.storage.truncate(part.sequence.slot, stop)
-        unneeded: list[int] = []
-        for part, stop in steps:
-            sequence, reservation = part.sequence, part.reservation
-            unneeded += reservation.settle(size, stop)
-            if part.token_ids is not None and len(sequence.token_ids) == reservation.start:
-                sequence.token_ids.extend(part.token_ids[: stop - reservation.start])
-            sequence.num_tokens = stop
-            sequence.version += 1
-            sequence.touch()
-            self.prefixes.publish(sequence)
-        self._end_step(transaction, "committed")
-        if not shortened:
-            transaction.versions = transaction.current_versions()
-        self.books.release(unneeded)
-        for part, stop in shortened:
-            self.books.scrub_tail(part.sequence.blocks, stop)
-
-    def _undo(self, parts: Sequence[Part]) -> None:
-        """Put sequences back to before their step, memory included; all of them, even if the storage raises."""
-        with ExitStack() as stack:
-            for part in parts:
-                stack.callback(self._undo_part, part)
-
-    def _undo_part(self, part: Part) -> None:
-        sequence, reservation = part.sequence, part.reservation
-        sequence.version += 1
-        try:
-            reservation.undo(self.books)
-            if reservation.stop > reservation.start:
-                self.books.scrub_tail(sequence.blocks, reservation.start)
-        finally:
-            self.storage.truncate(sequence.slot, reservation.start)
 
     # -- dropped without being freed ---------------------------------------------------------------------
 
@@ -528,7 +464,7 @@ class SequenceStore:
             if not isinstance(dropped, Transaction):
                 self._reclaim(dropped)
             elif dropped.state == "open":
-                self._finish(dropped, keep=False)
+                self._steps.undo(dropped)
 
     def _reclaim(self, sequence: CachedSequence) -> None:
         """Drop the reference of a handle that nobody can reach any more."""
@@ -537,7 +473,7 @@ class SequenceStore:
         free_before = self.books.allocator.free_block_count
         try:
             if sequence.references == 1 and sequence.transaction is not None:  # the step was dropped with the handle
-                self._finish(sequence.transaction, keep=False)
+                self._steps.undo(sequence.transaction)
         finally:
             self.drop_reference(sequence)
             self.reclaimed_sequences += sequence.references == 0
@@ -624,7 +560,7 @@ class SequenceStore:
                 stack.callback(self._leave, sequence)
             stack.callback(self.prefixes.clear)
             for transaction in transactions.values():
-                stack.callback(self._finish, transaction, keep=False)
+                stack.callback(self._steps.undo, transaction)
 
     def _unused_name(self, request_id: str | None) -> str:
         check_request_id(request_id)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvcache_core.batch import Batch, Segment
 from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, StepError
 from kvcache_core.reservation import Reservation
-from kvcache_core.sequence import CachedSequence, token_array
+from kvcache_core.sequence import token_array
+from kvcache_core.transaction import StepState, Transaction
 from kvcache_core.validation import show
 
 if TYPE_CHECKING:
@@ -24,52 +25,10 @@ if TYPE_CHECKING:
     from kvcache_core.manager import KvCacheManager
     from kvcache_core.storage import Storage
 
-__all__ = ["NewTokens", "Step", "Transaction"]
+__all__ = ["NewTokens", "Step", "StepState"]
 
 #: What a sequence adds in a step: the token ids, or how many when the caller will not name them.
 NewTokens = int | Iterable[int]
-
-
-class Part(NamedTuple):
-    """One sequence's part of a step."""
-
-    sequence: CachedSequence
-    reservation: Reservation
-    token_ids: array[int] | None
-
-
-StepState = Literal["open", "committed", "aborted"]
-
-
-class Transaction:
-    """What it takes to finish or undo a step; survives a step object that was dropped.
-
-    Attributes:
-        parts: The sequences' parts in packing order.
-        accepted: Index of a part -> how many of its new tokens a commit keeps; all of them where it is missing.
-        state: Whether it is open, committed or aborted.
-        versions: The sequences' versions right after a commit that kept every token, else None.
-    """
-
-    __slots__ = ("accepted", "parts", "state", "versions")
-
-    def __init__(self, parts: tuple[Part, ...]) -> None:
-        self.parts = parts
-        self.accepted: dict[int, int] = {}
-        self.state: StepState = "open"
-        self.versions: tuple[int, ...] | None = None
-
-    @property
-    def stops(self) -> list[int]:
-        """Tokens that each sequence holds once the step has been committed."""
-        stops = [part.reservation.stop for part in self.parts]
-        for index, kept in self.accepted.items():
-            stops[index] = self.parts[index].reservation.start + kept
-        return stops
-
-    def current_versions(self) -> tuple[int, ...]:
-        """The sequences' versions now."""
-        return tuple([part.sequence.version for part in self.parts])
 
 
 def parse_new_tokens(new_tokens: NewTokens) -> tuple[int, array[int] | None]:
@@ -143,14 +102,24 @@ class Step:
         """Position of every new token in its sequence, int64 `[num_new_tokens]`."""
         return self._shown.positions
 
-    @property
+    @cached_property
     def slot_mapping(self) -> torch.Tensor:
-        """Physical slot of every new token (`block id * block_size + row`), int64 `[num_new_tokens]`."""
+        """Physical slot of every new token (`block id * block_size + row`), int64 `[num_new_tokens]`.
+
+        Raises:
+            StepError: It is asked for the first time after the step was aborted or its handles have changed.
+        """
+        self._require_readable("slot_mapping")
         return self._shown.slot_mapping
 
-    @property
+    @cached_property
     def block_tables(self) -> torch.Tensor:
-        """Block ids of each sequence, int32 `[handles, max blocks]`, padded with the null block 0."""
+        """Block ids of each sequence, int32 `[handles, max blocks]`, padded with the null block 0.
+
+        Raises:
+            StepError: It is asked for the first time after the step was aborted or its handles have changed.
+        """
+        self._require_readable("block_tables")
         return self._shown.block_tables
 
     @property
@@ -476,20 +445,21 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(parts)
 
 
-def make_batch(parts: Iterable[Part], storage: Storage) -> Batch:
+def make_batch(parts: Iterable[Reservation], storage: Storage) -> Batch:
     """Lay the parts of a step out in packing order."""
     segments = []
     row = 0
     for part in parts:
-        reservation = part.reservation
-        blocks = tuple(part.sequence.blocks)
-        segments.append(Segment(part.sequence.slot, blocks, reservation.start, reservation.stop, row))
-        row += reservation.stop - reservation.start
+        start, stop = part.start, part.stop
+        segments.append(Segment(part.sequence.slot, part.sequence.blocks, start, stop, row))
+        row += stop - start
     return Batch(segments, storage.spec.block_size, storage.device, storage.upload)
 
 
-def check_named_once(handles: Iterable[KvCacheHandle]) -> None:
+def require_named_once(handles: Sequence[KvCacheHandle]) -> None:
     """Raise StepError if two handles of a step refer to the same sequence."""
+    if len({id(handle.sequence) for handle in handles}) == len(handles):
+        return
     seen: dict[int, KvCacheHandle] = {}
     for handle in handles:
         other = seen.setdefault(id(handle.sequence), handle)

@@ -596,6 +596,11 @@ def test_negative_limits_are_refused(name: str) -> None:
     assert caught.value.key == f"prefix.{name}"
 
 
+def test_a_namespace_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="namespace must be text"):
+        PrefixSettings(namespace=["model"])  # type: ignore[arg-type]
+
+
 # -- switching, resetting, closing ---------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from tests.caches import (
     refused,
     rows,
     unchanged,
+    write_all,
 )
 
 
@@ -663,3 +664,21 @@ def test_an_abort_whose_scrubbing_fails_has_happened(new_cache: NewCache) -> Non
         step = cache.begin({one: 9, two: 9})
         with failing(cache.storage, "scrub"), pytest.raises(StorageFailed):
             step.abort()
+
+
+def test_index_tensors_of_a_finished_step_stay_as_they_were_or_are_refused(cache: KvCacheManager) -> None:
+    handle = filled(cache, 5)
+    asked = cache.begin({handle: 2})
+    write_all(asked, layers_of(cache, 5, 7), cache)
+    asked.commit()
+    kept = asked.slot_mapping.clone(), asked.block_tables.clone()
+    late = cache.begin({handle: 1})
+    write_all(late, layers_of(cache, 7, 8), cache)
+    late.commit()
+    handle.truncate(0)
+    assert asked.slot_mapping.equal(kept[0])
+    assert asked.block_tables.equal(kept[1])
+    for name in ("slot_mapping", "block_tables"):
+        with raising(StepError, f"{name} is not possible any more", "changed since"):
+            getattr(late, name)
+    assert late.positions.tolist() == [7]

@@ -1,0 +1,73 @@
+"""What a step does to the books, apart from its data."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import pytest
+
+from kvcache_core import CacheFullError, KvCacheManager, StepError
+from tests.caches import NewCache, StorageFailed, failing, filled, raising
+
+
+def test_versions_are_those_after_a_commit_that_kept_every_token(cache: KvCacheManager) -> None:
+    one, two = filled(cache, 3), filled(cache, 5, "b")
+    store = cache.store
+    transaction = store.reserve([(one.sequence, 0, None), (two.sequence, 0, array("q"))])
+    assert transaction.versions is None
+    store.finish(transaction, keep=True)
+    assert transaction.state == "committed"
+    assert transaction.versions == (one.sequence.version, two.sequence.version)
+    two.truncate(2)
+    assert transaction.versions != transaction.current_versions()
+
+
+def test_accepting_fewer_tokens_moves_the_stops(cache: KvCacheManager) -> None:
+    one, two = filled(cache, 3), filled(cache, 5, "b")
+    transaction = cache.store.reserve([(one.sequence, 4, None), (two.sequence, 6, None)])
+    assert transaction.stops == [7, 11]
+    transaction.accepted[1] = 2
+    assert transaction.stops == [7, 7]
+    cache.store.finish(transaction, keep=True)
+    assert (one.num_tokens, two.num_tokens) == (7, 7)
+    assert transaction.versions is None
+    assert cache.audit() == ()
+
+
+def test_an_undone_transaction_cannot_be_committed_and_undoing_twice_is_harmless(cache: KvCacheManager) -> None:
+    one = filled(cache, 3)
+    transaction = cache.store.reserve([(one.sequence, 9, None)])
+    cache.store.finish(transaction, keep=False)
+    cache.store.finish(transaction, keep=False)
+    with raising(StepError, "commit needs an open step; this one is aborted"):
+        cache.store.finish(transaction, keep=True)
+    assert (one.num_tokens, one.sequence.transaction) == (3, None)
+
+
+def test_a_commit_notes_one_time_for_all(cache: KvCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = [filled(cache, 3, name) for name in "ab"]
+    times = iter(range(2000, 3000))
+    monkeypatch.setattr(time, "time", lambda: float(next(times)))
+    cache.store.finish(cache.store.reserve([(handle.sequence, 0, None) for handle in handles]), keep=True)
+    assert len({handle.sequence.last_access for handle in handles}) == 1
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_nothing_is_reserved_when_the_storage_fails_for_one_of_many(cache: KvCacheManager, at: int) -> None:
+    handles = [filled(cache, 3, name) for name in "abc"]
+    before = [handle.block_table for handle in handles]
+    with failing(cache.storage, "reserve", at=at), pytest.raises(StorageFailed):
+        cache.store.reserve([(handle.sequence, 6, None) for handle in handles])
+    assert [handle.block_table for handle in handles] == before
+    assert all(handle.sequence.transaction is None for handle in handles)
+    assert cache.audit() == ()
+
+
+def test_without_room_for_all_none_is_reserved(new_cache: NewCache) -> None:
+    cache = new_cache(num_blocks=4)
+    one, two = filled(cache, 3), filled(cache, 3, "b")
+    with raising(CacheFullError, "for 13 new tokens"):
+        cache.store.reserve([(one.sequence, 5, None), (two.sequence, 8, None)])
+    assert cache.stats().free_blocks == 2
+    assert cache.audit() == ()
