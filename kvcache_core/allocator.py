@@ -121,33 +121,39 @@ class BlockAllocator:
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more reference to each block."""
         names, references = self._names, self._references
+        cached = 0
         for block in blocks:
             names[block] += 1
             count = references[block]
             references[block] = count + 1
             if not count:
-                self._cached -= 1  # it was named by retained sequences only
+                cached += 1  # so far it was named by retained sequences only
+        self._cached -= cached
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
         """Count one reference less to each block; return those that nobody names any more, in order."""
         names, references = self._names, self._references
         unnamed = []
+        cached = 0
         for block in blocks:
             names[block] = left = names[block] - 1
             references[block] = count = references[block] - 1
             if not left:
                 unnamed.append(block)
             elif not count:
-                self._cached += 1
+                cached += 1
+        self._cached += cached
         return unnamed
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
         references = self._references
+        cached = 0
         for block in blocks:
             references[block] = count = references[block] - 1
             if not count:
-                self._cached += 1
+                cached += 1
+        self._cached += cached
 
     def unretain(self, blocks: Sequence[int]) -> list[int]:
         """Count one retention less of each block; return those that nobody names any more, in order."""

@@ -64,10 +64,9 @@ class KvCacheHandle:
         """The sequence's books, for core; read-only for everybody else."""
         return self._sequence
 
-    @property
-    def is_freed(self) -> bool:
-        """Whether `free` was called on this handle; other handles to the same sequence may still be valid."""
-        return self._freed
+    def sequence_in(self, manager: KvCacheManager) -> CachedSequence | None:
+        """The sequence's books, if the handle belongs to `manager` and was not freed; for core."""
+        return self._sequence if self._manager is manager and not self._freed else None
 
     @property
     def is_valid(self) -> bool:

@@ -461,11 +461,12 @@ class KvCacheManager:
         """Return the sequence of a handle of this cache that was not freed; whether it is usable, the store checks."""
         if not isinstance(handle, KvCacheHandle):
             raise HandleError(f"{handle!r} is not a cache handle", reason="foreign")
-        if handle.manager is not self:
-            raise HandleError(f"{handle!r} belongs to another cache", reason="foreign")
-        if handle.is_freed:
+        sequence = handle.sequence_in(self)
+        if sequence is not None:
+            return sequence
+        if handle.manager is self:
             handle.require_usable()
-        return handle.sequence
+        raise HandleError(f"{handle!r} belongs to another cache", reason="foreign")
 
     def _prefix_key(self, request: AllocationRequest) -> PrefixKey | None:
         """What blocks of this prompt can be found by, or None if by nobody."""

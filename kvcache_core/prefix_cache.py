@@ -205,8 +205,12 @@ class PrefixCache:
 
     def publish(self, sequence: CachedSequence) -> None:
         """Make the full named blocks of a sequence findable."""
-        if self.enabled:
-            self.index.publish(sequence)
+        if not self.enabled:
+            return
+        before = 0 if sequence.tip is None else sequence.tip.depth
+        is_first = self.index.publish(sequence)
+        if is_first and sequence.deduplicated == before and sequence.tip is not None:
+            sequence.deduplicated = sequence.tip.depth  # nobody else has them
 
     def deduplicate(self, sequence: CachedSequence) -> None:
         """Name the blocks that others hold with the same contents, instead of own copies; paged memory only.
@@ -221,12 +225,13 @@ class PrefixCache:
             return
         replaced = []
         while node.depth > done:
-            position = node.depth - 1
-            own, other = sequence.blocks[position], node.home.blocks[position]
-            if own != other:
-                self._books.share([other])
-                sequence.blocks[position] = other
-                replaced.append(own)
+            home, position = node.home, node.depth - 1
+            if home is not sequence:
+                own, other = sequence.blocks[position], home.blocks[position]
+                if own != other:
+                    self._books.share([other])
+                    sequence.blocks[position] = other
+                    replaced.append(own)
             node = node.parent
         if replaced:
             sequence.version += 1  # a finished step over it must not read the old blocks any more

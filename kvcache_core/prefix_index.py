@@ -150,19 +150,24 @@ class PrefixIndex:
 
     # -- entering and leaving ----------------------------------------------------------------------------
 
-    def publish(self, sequence: CachedSequence) -> None:
-        """Enter the full named blocks of a sequence that are not yet entered."""
+    def publish(self, sequence: CachedSequence) -> bool:
+        """Enter the full named blocks of a sequence that are not yet entered.
+
+        Returns:
+            Whether no other sequence had entered one of them before.
+        """
         key, node = sequence.prefix_key, sequence.tip
         size = self.block_size
         full, done = len(sequence.token_ids) // size, node.depth if node else 0
         if key is None or full <= done:
-            return
+            return True
         if node is None:
             node = self._roots.get(key.encoded)
         if node is None:
             node = self._roots[key.encoded] = PrefixNode.root(key)
         width = size * sequence.token_ids.itemsize
         data = sequence.token_ids[done * size : full * size].tobytes()
+        count = self._count
         for start in range(0, len(data), width):
             tokens = data[start : start + width]
             child = node.children.get(tokens)
@@ -171,6 +176,7 @@ class PrefixIndex:
                 self._count += 1
             node = child
         self.hold(sequence, node)
+        return self._count - count == full - done
 
     def hold(self, sequence: CachedSequence, tip: PrefixNode | None) -> None:
         """A sequence holds the blocks down to `tip`, which are in the index, and no more."""

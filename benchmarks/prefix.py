@@ -1,0 +1,172 @@
+"""Prefix reuse: naming blocks, finding them, and requests in a full cache, beside a bare loop of hashlib.
+
+Nothing is stored and nothing attends: what is measured is the bookkeeping. The full cache keeps 1,000 finished
+prompts of 124 blocks, 64 of which all share; every further request finds these and evicts somebody else's tail.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from hashlib import sha256
+from typing import Any
+
+from benchmarks._measure import Figure, interleaved
+from benchmarks.bookkeeping import BooksOnly
+from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager
+from kvcache_core.plugin import StorageSpec
+from kvcache_core.prefix import PrefixKey
+from kvcache_core.prefix_cache import PrefixSettings
+from kvcache_core.prefix_index import PrefixIndex
+from kvcache_core.sequence import CachedSequence
+
+__all__ = ["main", "measure"]
+
+BLOCK = 16
+SHARED, OWN = 64 * BLOCK, 60 * BLOCK
+KEPT = 1000
+BATCH = 50
+KEY = PrefixKey(namespace="model")
+
+
+class NoStorage(BooksOnly):
+    """A pool that nothing is stored in and that notes nothing."""
+
+    def reserve(self, slot: None, blocks: Any, start: int, stop: int, copies: Any) -> None:
+        """Nothing will be written."""
+        return
+
+
+def measure() -> list[Figure]:
+    """Measure names and finding in one run beside hashlib, then requests and decoding."""
+    return [*_names_and_finding(), *_requests(), *_decoding()]
+
+
+def main() -> None:
+    """Print the figures."""
+    for figure in measure():
+        print(f"{figure.name:58s} {figure.value:9.2f} {figure.unit:3s} {figure.target}")
+
+
+# -- naming and finding --------------------------------------------------------------------------------------
+
+
+def _bare_chain(data: bytes) -> bytes:
+    """The names of all blocks and nothing else: the least that hashing can cost."""
+    width, name = BLOCK * 8, sha256(KEY.encoded).digest()
+    for start in range(0, len(data), width):
+        name = sha256(name + data[start : start + width]).digest()
+    return name
+
+
+def _sequence(token_ids: array[int]) -> CachedSequence:
+    made = CachedSequence("kv", "request", 1 << 20, 0, 0, None, [], token_ids=token_ids)
+    made.prefix_key = KEY
+    return made
+
+
+def _names_and_finding() -> list[Figure]:
+    thousand, hundred_blocks = array("q", range(1000)), array("q", range(100 * BLOCK))
+    index = PrefixIndex(BLOCK)
+    index.publish(_sequence(hundred_blocks))
+
+    def publish() -> None:
+        fresh = PrefixIndex(BLOCK)
+        fresh.publish(_sequence(thousand))
+
+    seconds = interleaved(
+        {
+            "bare, 1,000 tokens": lambda: _bare_chain(thousand[: 62 * BLOCK].tobytes()),
+            "bare, 100 blocks": lambda: _bare_chain(hundred_blocks.tobytes()),
+            "publish": publish,
+            "find": lambda: index.find(KEY, hundred_blocks, 100),
+        },
+        rounds=400,
+    )
+    micro = {name: taken * 1e6 for name, taken in seconds.items()}
+    bare = micro["bare, 1,000 tokens"]
+    return [
+        Figure(name="a bare chain of SHA-256 over 1,000 tokens", value=bare, unit="µs", at_most=60),
+        Figure(name="name and enter the blocks of 1,000 tokens", value=micro["publish"], unit="µs"),
+        Figure(name="the same, of the bare chain", value=micro["publish"] / bare, unit="x"),
+        Figure(name="find 100 blocks", value=micro["find"], unit="µs", at_most=30),
+        Figure(name="the same, of the bare chain", value=micro["find"] / micro["bare, 100 blocks"], unit="x"),
+    ]
+
+
+# -- requests ------------------------------------------------------------------------------------------------
+
+
+def _cache(num_blocks: int) -> KvCacheManager:
+    spec = StorageSpec(
+        geometry=CacheGeometry.uniform(1, 1, 1),
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_sequence_length=1 << 14,
+        dtype="float32",
+        device="cpu",
+    )
+    return KvCacheManager(NoStorage(spec), prefix=PrefixSettings(enabled=True, namespace="model"))
+
+
+def _prompt(number: int) -> array[int]:
+    own = 1_000_000 + number * OWN
+    return array("q", [*range(SHARED), *range(own, own + OWN)])
+
+
+def _requests() -> list[Figure]:
+    times: dict[str, list[float]] = {"allocate with room": [], "allocate": [], "prefill": [], "free": []}
+    with _cache((SHARED + (KEPT - 1) * OWN) // BLOCK) as cache:
+        for number in range(KEPT + 100):
+            prompt = _prompt(number)
+            began = time.perf_counter()
+            handle = cache.allocate(token_ids=prompt)
+            allocated = time.perf_counter()
+            with cache.step({handle: prompt[handle.num_tokens :]}) as step:
+                step.mark_written()
+            prefilled = time.perf_counter()
+            handle.free()
+            freed = time.perf_counter()
+            if KEPT - 100 <= number < KEPT - 1:
+                times["allocate with room"].append(allocated - began)
+            elif number >= KEPT:
+                times["allocate"].append(allocated - began)
+                times["prefill"].append(prefilled - allocated)
+                times["free"].append(freed - prefilled)
+        if cache.stats().evictions < 99 * OWN // BLOCK:
+            raise RuntimeError("the cache was not full, so nothing was evicted")
+    micro = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
+    return [
+        Figure(
+            name="allocate: find 64 of 124 blocks, take 60", value=micro["allocate with room"], unit="µs", at_most=60
+        ),
+        Figure(name="the same, and evict 60 first", value=micro["allocate"], unit="µs"),
+        Figure(name="prefill: reserve, commit and name 60 blocks", value=micro["prefill"], unit="µs"),
+        Figure(name="free a kept sequence of 124 blocks", value=micro["free"], unit="µs", at_most=12),
+    ]
+
+
+def _decoding() -> list[Figure]:
+    with _cache(BATCH * 128) as cache:
+        handles: list[KvCacheHandle] = []
+        for number in range(BATCH):
+            handle = cache.allocate(token_ids=_prompt(number))
+            with cache.step({handle: _prompt(number)[handle.num_tokens :]}) as step:
+                step.mark_written()
+            handles.append(handle)
+        new_tokens = {handle: [7] for handle in handles}
+
+        def decode() -> None:
+            step = cache.begin(new_tokens)
+            step.mark_written()
+            step.commit()
+
+        seconds = interleaved({"decode": decode}, rounds=50)["decode"]
+        for handle in handles:
+            handle.free()
+    return [Figure(name="a decoded token of one of 50 sequences", value=seconds / BATCH * 1e6, unit="µs", at_most=1.1)]
+
+
+if __name__ == "__main__":
+    main()
