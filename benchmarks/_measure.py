@@ -76,10 +76,17 @@ def busy() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
-def interleaved(cases: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 3) -> dict[str, float]:
+def interleaved(
+    cases: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    between: Callable[[], Any] = lambda: None,
+) -> dict[str, float]:
     """Return the median seconds of each case, all run in turn in every round.
 
-    What disturbs the machine then disturbs all of them alike, so that their ratios mean something.
+    What disturbs the machine then disturbs all of them alike, so that their ratios mean something. `between` runs after
+    each case and is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     gc.collect()
@@ -92,6 +99,7 @@ def interleaved(cases: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: 
                 taken = time.perf_counter() - start
                 if round_ >= warmup:
                     times[name].append(taken)
+                between()
     finally:
         gc.enable()
     return {name: statistics.median(values) for name, values in times.items()}
