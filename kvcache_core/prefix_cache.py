@@ -6,7 +6,7 @@ import itertools
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -246,6 +246,7 @@ class PrefixCache:
         if keep * size < settings.min_prefix_length:
             return
         if tip.home.is_kept:  # another one holds all that this one would be kept for
+            tip.home.priority = max(tip.home.priority, sequence.priority)
             self._use(tip.home)
             return
         self._storage.truncate(sequence.slot, keep * size)  # first, since it may raise
@@ -254,20 +255,20 @@ class PrefixCache:
         self._books.retain(sequence.blocks)
         sequence.is_kept = True
         self.retained[sequence.cache_id] = sequence
-        branch = self.index.prefer(sequence)
+        surplus = self.index.prefer(sequence)
+        sequence.priority = max([sequence.priority, *(prefix.priority for prefix in surplus)])
         try:  # all of it, even if the storage or the policy raises
             self._books.release(dropped)
         finally:
             try:
                 self._use(sequence)
             finally:
-                self._drop_surplus(branch)
+                self._drop_surplus(surplus)
 
-    def _drop_surplus(self, branch: PrefixNode | None) -> None:
-        """Drop what ends where the youngest kept sequence goes on, and what is more than may be kept."""
-        if branch is not None and branch.tips:
-            for prefix in [held for held in branch.tips if held.is_kept]:
-                self._drop(prefix)
+    def _drop_surplus(self, surplus: Iterable[CachedSequence]) -> None:
+        """Drop these, and what is more than may be kept."""
+        for prefix in surplus:
+            self._drop(prefix)
         while len(self.retained) > self.settings.max_prefixes:
             self._evict_one()
 

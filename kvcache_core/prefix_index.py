@@ -188,22 +188,22 @@ class PrefixIndex:
                 tip.tips = {}
             tip.tips[sequence] = None
 
-    def prefer(self, sequence: CachedSequence) -> PrefixNode | None:
+    def prefer(self, sequence: CachedSequence) -> list[CachedSequence]:
         """Make a sequence that is kept from now on the home of its blocks, as far as no other kept one is.
 
         Where its blocks branch off from those of another kept sequence, the younger one becomes the home: what
         uses the shared blocks again then refreshes it, and not what the older one holds beyond them.
 
         Returns:
-            That last shared block, or None if there is none.
+            Kept sequences that end at that last shared block, and so hold nothing that this one does not.
         """
         node = sequence.tip
         while node is not None and node.depth:
             former, node.home = node.home, sequence
             if former.is_kept and former is not sequence:
-                return node
+                return [other for other in node.tips or () if other.is_kept]
             node = node.parent
-        return None
+        return []
 
     def leave(self, sequence: CachedSequence, keep: int) -> None:
         """A sequence lets go of its blocks from logical index `keep` on: give them other homes, or drop them."""

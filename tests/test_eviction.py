@@ -214,6 +214,19 @@ def test_the_lowest_priority_goes_first_where_the_policy_says_so(new_cache: Make
     assert [peek(cache, longer(prompt(name, 2))) for name in (1, 2, 3)] == [4, 0, 8]
 
 
+def test_what_several_requests_stored_has_the_highest_of_their_priorities(new_cache: MakeCache) -> None:
+    cache = new_cache(9, settings={"eviction_policy": PriorityLruPolicy()})
+    publish(cache, prompt(1, 2), priority=5)
+    publish(cache, [*prompt(1, 2), *prompt(2, 1)], priority=0)  # continues it
+    publish(cache, prompt(3, 2), priority=0)
+    publish(cache, prompt(3, 2), priority=4)  # is the same
+    publish(cache, prompt(4, 3), priority=3)
+    take(cache, 1 + 3)
+    assert peek(cache, longer(prompt(4, 3))) == 0
+    assert peek(cache, longer([*prompt(1, 2), *prompt(2, 1)])) == 12
+    assert peek(cache, longer(prompt(3, 2))) == 8
+
+
 def test_a_newcomer_that_the_policy_values_least_is_not_kept(new_cache: MakeCache) -> None:
     prefix = PrefixSettings(enabled=True, max_prefixes=1)
     cache = new_cache(8, prefix=prefix, settings={"eviction_policy": PriorityLruPolicy()})

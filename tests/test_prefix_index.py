@@ -199,14 +199,22 @@ def test_the_younger_kept_sequence_becomes_the_home_of_the_last_shared_block(ind
     live = published(index, [0, 0, 1, 2, 3, 4, 5, 6])
     old = published(index, [0, 0, 1, 2, 3, 4, 7, 8])
     old.is_kept = True
-    assert index.prefer(old) is None
+    assert index.prefer(old) == []
     assert [node.home for node in nodes_of(old)] == [old] * 4
     young = published(index, [0, 0, 1, 2, 9, 9])
     young.is_kept = True
-    shared = index.prefer(young)
-    assert shared is nodes_of(young)[1]
+    assert index.prefer(young) == []
     assert [node.home for node in nodes_of(young)] == [young, young, old]
     assert [node.home for node in nodes_of(live)] == [live, old, young, old]
+
+
+def test_a_kept_sequence_that_another_continues_is_reported_as_surplus(index: PrefixIndex) -> None:
+    short = published(index, [1, 2, 3, 4], kept=True)
+    live = published(index, [1, 2, 3, 4])
+    assert live.tip is short.tip
+    long = published(index, [1, 2, 3, 4, 5, 6], kept=True)
+    assert index.prefer(long) == [short]
+    assert [node.home for node in nodes_of(long)] == [long, long, short]
 
 
 def test_the_tree_of_a_key_goes_with_its_last_block(index: PrefixIndex) -> None:
