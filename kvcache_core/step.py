@@ -338,7 +338,8 @@ class Step:
 
     @property
     def _can_abort(self) -> bool:
-        return self.state == "open" and self._manager.store.unusable is None
+        store = self._manager.store
+        return self.state == "open" and store.unusable is None and self._generation == store.generation
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and hasattr(self, "_transaction") and self._can_abort:
