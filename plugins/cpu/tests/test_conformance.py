@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from kvcache_cpu.options import CpuOptions
-from kvcache_cpu.pages import mapping_fault
-from kvcache_cpu.storage import CpuStorage
 
 from kvcache_core.plugin import Storage, StorageSpec
 from kvcache_core.testing import BackendConformance
+from kvcache_cpu.options import CpuOptions
+from kvcache_cpu.pages import mapping_fault
+from kvcache_cpu.storage import CpuStorage
 
 
 class CpuConformance(BackendConformance):
