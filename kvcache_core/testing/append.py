@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvcache_core.errors import CacheFullError, ShapeError
+from kvcache_core.geometry import CacheGeometry
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
 from kvcache_core.step import NewTokens
@@ -211,6 +212,20 @@ class AppendConformance(Conformance):
                 step.attend(layer, key)  # type: ignore[arg-type]
         step.abort()
         other.free()
+
+    def test_keys_and_values_may_have_different_head_dims(self) -> None:
+        self.require("unequal_head_dims")
+        for wide_keys in (True, False):
+            narrow, wide = self.head_dim, self.head_dim + 16
+            key_dim, value_dim = (wide, narrow) if wide_keys else (narrow, wide)
+            with self.cache(CacheGeometry.uniform(2, 2, key_dim, value_head_dim=value_dim)) as cache:
+                handle, tokens = self.filled(cache, self.block_size + 1)
+                fork, new = handle.fork(), self.tokens(2)
+                with cache.step({fork: new}) as step:
+                    self.write(step, {fork: new})
+                    self.assert_attends(step, 1, self.random(2, 4, key_dim))
+                self.assert_holds(fork, tokens + new)
+                self.assert_holds(handle, tokens)
 
     def test_layers_without_rows_of_their_own_are_not_written(self) -> None:
         with self.cache(self.geometry("mixed")) as cache:

@@ -119,8 +119,8 @@ class HandleConformance(Conformance):
                 handle.unwrap(OtherHandle)
             assert caught.value.reason == "foreign"
 
-    def test_reads_show_exactly_the_stored_tokens_in_every_layer(self) -> None:
-        with self.cache() as cache:
+    def test_reads_show_exactly_the_stored_tokens_in_every_layer(self, shape: str) -> None:
+        with self.cache(self.geometry(shape)) as cache:
             for count in (0, 1, self.block_size - 1, self.block_size, self.block_size + 1, 3 * self.block_size):
                 handle, tokens = self.filled(cache, count)
                 self.assert_holds(handle, tokens)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, cast
 
 import pytest
 
 from kvcache_core.errors import CacheFullError, HandleError, StepError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.storage import Storage
 from kvcache_core.testing.conformance import Conformance
 
 __all__ = ["ThreadConformance"]
@@ -37,14 +41,49 @@ def run_in_threads(*bodies: Callable[[], None], timeout: float = 60.0) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can, so that a race shows
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+    finally:
+        sys.setswitchinterval(interval)
     if any(thread.is_alive() for thread in threads):
         raise AssertionError("a thread hangs")
     if errors:
         raise errors[0]
+
+
+class SerialCalls:
+    """Wraps a storage, and notes if two of the calls overlap that core makes one at a time.
+
+    Each call lets other threads run before it does its work, so that books without a lock would show.
+    """
+
+    calls = frozenset({"open", "fork", "reserve", "truncate", "close", "scrub"})
+
+    def __init__(self, storage: Storage) -> None:
+        self.overlaps: list[str] = []
+        self._storage = storage
+        self._running: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._storage, name)
+        if name not in self.calls:
+            return attribute
+
+        def call(*arguments: Any) -> Any:
+            self.overlaps += [f"{name} during {other}" for other in self._running]
+            self._running.append(name)
+            time.sleep(1e-6)
+            try:
+                return attribute(*arguments)
+            finally:
+                self._running.remove(name)
+
+        return call
 
 
 class ThreadConformance(Conformance):
@@ -53,11 +92,18 @@ class ThreadConformance(Conformance):
     thread_rounds = 60
 
     def test_lmcache_1858_threads_that_work_and_drop_handles_leave_the_books_right(self) -> None:
-        with self.cache(num_blocks=48) as cache, warnings.catch_warnings():
+        made: list[SerialCalls] = []
+
+        def wrap(storage: Storage) -> Storage:
+            made.append(SerialCalls(storage))
+            return cast("Storage", made[0])
+
+        with self.cache(num_blocks=48, wrap=wrap) as cache, warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # dropping handles is part of the test
             run_in_threads(*(lambda seed=seed: self._work(cache, seed) for seed in range(6)))
             gc.collect()
             cache.gc()
+            assert made[0].overlaps == []
             assert cache.audit() == ()
             stats = cache.stats()
             assert (stats.free_blocks, stats.active_caches) == (stats.total_blocks, 0)
