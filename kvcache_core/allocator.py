@@ -32,7 +32,7 @@ class BlockAllocator:
         self._never_used = 1  # ids from here on have not been handed out yet
         self._returned: list[int] = []
         self._names = [0] * (num_blocks + 1)  # tables that name a block
-        self._references = [0] * (num_blocks + 1)  # of these, tables of live sequences
+        self._retentions: dict[int, int] = {}  # of these, tables of retained sequences, where there are any
         self._cached = 0
         self._loose: set[int] = set()
 
@@ -113,56 +113,56 @@ class BlockAllocator:
         fresh = count - reused
         blocks.extend(range(self._never_used, self._never_used + fresh))
         self._never_used += fresh
-        names, references = self._names, self._references
+        names = self._names
         for block in blocks:
-            names[block] = references[block] = 1
+            names[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more reference to each block."""
-        names, references = self._names, self._references
-        cached = 0
+        names = self._names
+        if not self._cached:  # a fork names hundreds of blocks, so what is not needed is left out
+            for block in blocks:
+                names[block] += 1
+            return
+        retentions = self._retentions
         for block in blocks:
+            if names[block] == retentions.get(block, 0):
+                self._cached -= 1  # so far it was named by retained sequences only
             names[block] += 1
-            count = references[block]
-            references[block] = count + 1
-            if not count:
-                cached += 1  # so far it was named by retained sequences only
-        self._cached -= cached
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
         """Count one reference less to each block; return those that nobody names any more, in order."""
-        names, references = self._names, self._references
+        names, retentions = self._names, self._retentions
         unnamed = []
-        cached = 0
         for block in blocks:
             names[block] = left = names[block] - 1
-            references[block] = count = references[block] - 1
             if not left:
                 unnamed.append(block)
-            elif not count:
-                cached += 1
-        self._cached += cached
+            elif retentions and retentions.get(block) == left:
+                self._cached += 1
         return unnamed
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
-        references = self._references
-        cached = 0
+        names, retentions = self._names, self._retentions
         for block in blocks:
-            references[block] = count = references[block] - 1
-            if not count:
-                cached += 1
-        self._cached += cached
+            retentions[block] = count = retentions.get(block, 0) + 1
+            if count == names[block]:
+                self._cached += 1
 
     def unretain(self, blocks: Sequence[int]) -> list[int]:
         """Count one retention less of each block; return those that nobody names any more, in order."""
-        names = self._names
+        names, retentions = self._names, self._retentions
         unnamed = []
         for block in blocks:
             names[block] = left = names[block] - 1
             if not left:
                 unnamed.append(block)
+            if retentions[block] == 1:
+                del retentions[block]
+            else:
+                retentions[block] -= 1
         self._cached -= len(unnamed)
         return unnamed
 
@@ -178,11 +178,11 @@ class BlockAllocator:
 
     def references(self, block: int) -> int:
         """How many live sequences name `block` (1 for a loose block)."""
-        return self._references[block]
+        return self._names[block] - self._retentions.get(block, 0)
 
     def retentions(self, block: int) -> int:
         """How many retained sequences name `block`."""
-        return self._names[block] - self._references[block]
+        return self._retentions.get(block, 0)
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one sequence names `block`, live or retained."""
@@ -193,11 +193,11 @@ class BlockAllocator:
 
         All of them if no block would be freed.
         """
-        names, references = self._names, self._references
+        names, retentions = self._names, self._retentions
         keep = len(blocks)
         for position in range(len(blocks) - 1, -1, -1):
             block = blocks[position]
-            if names[block] == 1 and not references[block]:
+            if names[block] == retentions[block] == 1:
                 keep = position
                 count -= 1
                 if not count:

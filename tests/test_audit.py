@@ -50,7 +50,10 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     "no reference left": (lambda c, h, a: setattr(h.sequence, "references", 0), "is live with 0 references"),
     "freed but live": (lambda c, h, a: setattr(h.sequence, "state", HandleState.FREED), "live though it was freed"),
     "held by a step that ended": (_ended_step, "is held by a step that was aborted"),
-    "a retention that nobody has": (lambda c, h, a: a._names.__setitem__(3, 1), "block 3 counts 1 retentions and 0"),
+    "a retention that nobody has": (
+        lambda c, h, a: (a._names.__setitem__(3, 1), a._retentions.update({3: 1})),
+        "block 3 counts 1 retentions and 0",
+    ),
     "a wrong count of cached blocks": (lambda c, h, a: setattr(a, "_cached", 2), "cached count is 2 but 0 blocks"),
 }
 
@@ -96,7 +99,6 @@ def test_a_wrong_free_count_is_found(new_cache: NewCache) -> None:
     cache = new_cache()
     allocator = cache.block_allocator
     allocator._total = 17
-    allocator._references.append(0)
     allocator._names.append(0)
     free_ids = allocator.free_ids
     allocator.free_ids = lambda: free_ids()[:-1]  # type: ignore[method-assign]
