@@ -136,6 +136,17 @@ def test_mlx_lm_1495_a_hit_refreshes_and_a_miss_does_not(new_cache: MakeCache) -
     assert [peek(cache, longer(tokens)) for tokens in (hot, *others)] == [4, 0, 0, 0, 4, 4]
 
 
+def test_storing_the_same_again_refreshes_it(new_cache: MakeCache) -> None:
+    cache = new_cache(8)
+    publish(cache, prompt(1, 2))
+    publish(cache, prompt(2, 2))
+    again = cache.allocate()  # without ids, so nothing is looked up
+    fill(again, prompt(1, 2))
+    again.free()
+    take(cache, 6)
+    assert (peek(cache, longer(prompt(1, 2))), peek(cache, longer(prompt(2, 2)))) == (8, 0)
+
+
 def test_a_failed_allocation_refreshes_nothing(new_cache: MakeCache) -> None:
     cache = new_cache(8)
     publish(cache, prompt(1, 2))
@@ -447,6 +458,20 @@ def test_a_policy_is_told_what_is_stored_found_and_gone(new_cache: MakeCache) ->
     take(cache, 1)
     take(cache, 1)
     assert policy.told.count(("forget", cache_id)) == 1
+
+
+def test_a_prefix_that_live_sequences_hold_entirely_counts_as_used_when_room_is_needed() -> None:
+    policy = Recording()
+    with make_prefix_cache(PagedStorage, num_blocks=8, settings={"eviction_policy": policy}) as cache:
+        first = stored(cache, prompt(1, 2))
+        cache_id = first.cache_id
+        first.free()
+        pin = cache.allocate(token_ids=longer(prompt(1, 2)))
+        publish(cache, prompt(2, 2))
+        policy.told.clear()
+        take(cache, 4)
+        assert policy.told == [("access", cache_id)]
+        pin.free()
 
 
 def test_a_policy_may_spare_and_may_name_what_is_gone(new_cache: MakeCache) -> None:

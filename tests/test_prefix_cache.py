@@ -246,12 +246,24 @@ def test_tenstorrent_415_a_hit_attends_as_a_miss_does(new_cache: MakeCache) -> N
 def test_requests_may_differ_in_how_long_they_may_grow(new_cache: MakeCache) -> None:
     cache = new_cache()
     publish(cache, PROMPT, max_sequence_length=12)
+    assert hit(cache, [*PROMPT[:8], *range(30)]) == 8
     long = stored(cache, [*PROMPT[:8], *range(30)])
     assert_reads(long, [*PROMPT[:8], *range(30)])
     short = cache.allocate(token_ids=PROMPT, max_sequence_length=12)
     assert (short.num_tokens, short.max_tokens) == (8, 12)
     with pytest.raises(CacheFullError, match="more than the 12"):
         fill(short, [*PROMPT, 1, 2, 3])
+
+
+def test_memory_that_was_opened_for_fewer_tokens_serves_no_longer_request(new_cache: MakeCache) -> None:
+    cache = new_cache(prefix=PrefixSettings())
+    short = cache.allocate(max_sequence_length=12)
+    cache.enable_prefix_caching()
+    fill(short, PROMPT)
+    for longest, found in ((12, 8), (None, 8 if cache.storage.placement == "paged" else 0)):
+        assert hit(cache, PROMPT, max_sequence_length=longest) == found
+    long = stored(cache, [*PROMPT[:8], *range(30)])
+    assert_reads(long, [*PROMPT[:8], *range(30)])
 
 
 # -- what is published ---------------------------------------------------------------------------------------
@@ -730,8 +742,10 @@ def test_a_finished_step_attends_no_more_once_its_blocks_were_merged(paged: KvCa
     step.commit()
     query = torch.full((len(PROMPT), 2, 8), 1e-5)
     assert step.attend(0, query).shape == query.shape
-    with paged.step({two: 0}):
-        pass
+    other = paged.begin({two: 0})
+    with raising(StepError, "attend is not possible any more", "changed"):
+        step.attend(0, query)
+    other.commit()
     stranger = paged.allocate(token_ids=range(8))
     fill(stranger, range(8))  # takes the blocks that were given up
     with raising(StepError, "attend is not possible any more", "changed"):

@@ -276,6 +276,8 @@ def test_other_keys_are_only_spoken_of_when_asked(index: PrefixIndex) -> None:
     assert why(index, [1, 2, 3, 4]) == (0, "never-stored", None)
     assert why(index, [1, 2, 3, 4], across_salts=True) == (0, "salt-differs", None)
     assert why(index, [1, 3, 3, 4], across_salts=True) == (0, "never-stored", None)
+    published(index, [3, 4])
+    assert why(index, [3, 4, 1, 2], across_salts=True) == (1, "never-stored", None)  # the block before it differs
 
 
 def test_only_so_many_dropped_names_are_remembered(index: PrefixIndex) -> None:
