@@ -32,7 +32,7 @@ class BlockAllocator:
         self._never_used = 1  # ids from here on have not been handed out yet
         self._returned: list[int] = []
         self._names = [0] * (num_blocks + 1)  # tables that name a block
-        self._retentions: dict[int, int] = {}  # of these, tables of retained sequences, where there are any
+        self._retentions = [0] * (num_blocks + 1)  # of these, tables of retained sequences
         self._cached = 0
         self._loose: set[int] = set()
 
@@ -126,43 +126,46 @@ class BlockAllocator:
                 names[block] += 1
             return
         retentions = self._retentions
+        cached = 0
         for block in blocks:
-            if names[block] == retentions.get(block, 0):
-                self._cached -= 1  # so far it was named by retained sequences only
-            names[block] += 1
+            names[block] = count = names[block] + 1
+            if retentions[block] == count - 1:
+                cached += 1  # so far it was named by retained sequences only
+        self._cached -= cached
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
         """Count one reference less to each block; return those that nobody names any more, in order."""
         names, retentions = self._names, self._retentions
         unnamed = []
+        cached = 0
         for block in blocks:
             names[block] = left = names[block] - 1
             if not left:
                 unnamed.append(block)
-            elif retentions and retentions.get(block) == left:
-                self._cached += 1
+            elif retentions[block] == left:
+                cached += 1
+        self._cached += cached
         return unnamed
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
         names, retentions = self._names, self._retentions
+        cached = 0
         for block in blocks:
-            retentions[block] = count = retentions.get(block, 0) + 1
+            retentions[block] = count = retentions[block] + 1
             if count == names[block]:
-                self._cached += 1
+                cached += 1
+        self._cached += cached
 
     def unretain(self, blocks: Sequence[int]) -> list[int]:
         """Count one retention less of each block; return those that nobody names any more, in order."""
         names, retentions = self._names, self._retentions
         unnamed = []
         for block in blocks:
+            retentions[block] -= 1
             names[block] = left = names[block] - 1
             if not left:
                 unnamed.append(block)
-            if retentions[block] == 1:
-                del retentions[block]
-            else:
-                retentions[block] -= 1
         self._cached -= len(unnamed)
         return unnamed
 
@@ -178,11 +181,11 @@ class BlockAllocator:
 
     def references(self, block: int) -> int:
         """How many live sequences name `block` (1 for a loose block)."""
-        return self._names[block] - self._retentions.get(block, 0)
+        return self._names[block] - self._retentions[block]
 
     def retentions(self, block: int) -> int:
         """How many retained sequences name `block`."""
-        return self._retentions.get(block, 0)
+        return self._retentions[block]
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one sequence names `block`, live or retained."""

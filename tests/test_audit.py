@@ -51,7 +51,7 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     "freed but live": (lambda c, h, a: setattr(h.sequence, "state", HandleState.FREED), "live though it was freed"),
     "held by a step that ended": (_ended_step, "is held by a step that was aborted"),
     "a retention that nobody has": (
-        lambda c, h, a: (a._names.__setitem__(3, 1), a._retentions.update({3: 1})),
+        lambda c, h, a: (a._names.__setitem__(3, 1), a._retentions.__setitem__(3, 1)),
         "block 3 counts 1 retentions and 0",
     ),
     "a wrong count of cached blocks": (lambda c, h, a: setattr(a, "_cached", 2), "cached count is 2 but 0 blocks"),
@@ -100,6 +100,7 @@ def test_a_wrong_free_count_is_found(new_cache: NewCache) -> None:
     allocator = cache.block_allocator
     allocator._total = 17
     allocator._names.append(0)
+    allocator._retentions.append(0)
     free_ids = allocator.free_ids
     allocator.free_ids = lambda: free_ids()[:-1]  # type: ignore[method-assign]
     assert "free count is 17 but 16 blocks are free" in cache.audit()
