@@ -27,8 +27,9 @@ reason, and then has to fail.
 
 The parts may be used one by one, each in a class of its own: `HandleConformance`, `TableConformance`,
 `AppendConformance`, `StepConformance`, `ForkConformance`, `TruncateConformance`, `AttentionConformance`,
-`PerturbationConformance`, `NumericsConformance`, `ThreadConformance`, `FaultConformance` and `OracleConformance`. The
-last one tries random histories; give a subclass of it a larger `oracle_runs` to search for longer.
+`PerturbationConformance`, `NumericsConformance`, `TensorConformance`, `ReuseConformance`, `ThreadConformance`,
+`FaultConformance` and `OracleConformance`. The last one tries random histories; give a subclass of it a larger
+`oracle_runs` to search longer.
 
 `reference_attention` is the attention that all others are judged by, and `FailingStorage` a storage that fails when it
 is told to.
@@ -65,8 +66,10 @@ from kvcache_core.testing.numerics import NumericsConformance  # noqa: E402
 from kvcache_core.testing.oracle import OracleConformance  # noqa: E402
 from kvcache_core.testing.perturbation import PerturbationConformance  # noqa: E402
 from kvcache_core.testing.reference import reference_attention  # noqa: E402
+from kvcache_core.testing.reuse import ReuseConformance  # noqa: E402
 from kvcache_core.testing.step import StepConformance  # noqa: E402
 from kvcache_core.testing.tables import TableConformance  # noqa: E402
+from kvcache_core.testing.tensors import TensorConformance  # noqa: E402
 from kvcache_core.testing.threads import ThreadConformance  # noqa: E402
 from kvcache_core.testing.truncate import TruncateConformance  # noqa: E402
 
@@ -84,8 +87,10 @@ __all__ = [
     "NumericsConformance",
     "OracleConformance",
     "PerturbationConformance",
+    "ReuseConformance",
     "StepConformance",
     "TableConformance",
+    "TensorConformance",
     "ThreadConformance",
     "TruncateConformance",
     "reference_attention",

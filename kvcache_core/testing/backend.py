@@ -10,8 +10,10 @@ from kvcache_core.testing.handle import HandleConformance
 from kvcache_core.testing.numerics import NumericsConformance
 from kvcache_core.testing.oracle import OracleConformance
 from kvcache_core.testing.perturbation import PerturbationConformance
+from kvcache_core.testing.reuse import ReuseConformance
 from kvcache_core.testing.step import StepConformance
 from kvcache_core.testing.tables import TableConformance
+from kvcache_core.testing.tensors import TensorConformance
 from kvcache_core.testing.threads import ThreadConformance
 from kvcache_core.testing.truncate import TruncateConformance
 
@@ -28,6 +30,8 @@ class BackendConformance(
     AttentionConformance,
     PerturbationConformance,
     NumericsConformance,
+    TensorConformance,
+    ReuseConformance,
     ThreadConformance,
     FaultConformance,
     OracleConformance,

@@ -96,7 +96,8 @@ class ComparedCache(RuleBasedStateMachine):
         return self.lines[index % len(self.lines)]
 
     def new_tokens(self, count: int) -> list[int]:
-        """Tokens that were never used before."""
+        """Tokens that were never used before; more of them where blocks are large."""
+        count *= max(1, self.cache.block_size // 4)
         first, self.number = self.number, self.number + count
         return list(range(first, self.number))
 
@@ -145,13 +146,13 @@ class ComparedCache(RuleBasedStateMachine):
         cache: KvCacheManager | None = getattr(self, "cache", None)
         if cache is None:
             return
-        for opened in self.open_steps:
-            opened.step.abort()
-        for line in self.lines:
-            for handle in line.handles:
-                handle.free()
-        cache.block_allocator.free_blocks(self.loose)
-        stats = cache.stats()
-        assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
-        assert cache.audit() == ()
-        cache.close()
+        with cache:
+            for opened in self.open_steps:
+                opened.step.abort()
+            for line in self.lines:
+                for handle in line.handles:
+                    handle.free()
+            cache.block_allocator.free_blocks(self.loose)
+            stats = cache.stats()
+            assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
+            assert cache.audit() == ()

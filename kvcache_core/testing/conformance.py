@@ -12,6 +12,7 @@ import torch
 from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.step import Step
 from kvcache_core.storage import Storage, StorageSpec
 from kvcache_core.testing.declaration import Declaration
@@ -51,7 +52,7 @@ class Conformance(Declaration):
     def spec(self, geometry: CacheGeometry | None = None, **values: Any) -> StorageSpec:
         """Return a spec for a small cache; `values` replace its fields."""
         block_size = values.get("block_size", self.block_size)
-        num_blocks = values.get("num_blocks", 32)
+        num_blocks = values.get("num_blocks", max(32, 128 // block_size))
         defaults: dict[str, Any] = {
             "geometry": geometry or self.geometry(),
             "block_size": block_size,
@@ -69,6 +70,7 @@ class Conformance(Declaration):
         geometry: CacheGeometry | None = None,
         *,
         wrap: Callable[[Storage], Storage] = lambda storage: storage,
+        prefix: PrefixSettings | None = None,
         **values: Any,
     ) -> Iterator[KvCacheManager]:
         """Open a cache for the length of a test, and audit it at the end.
@@ -76,9 +78,11 @@ class Conformance(Declaration):
         Args:
             geometry: What it caches; the mixed shape when None.
             wrap: What to put between the cache and its storage.
+            prefix: How prefixes are kept and found; not at all when None.
             values: Fields of the `StorageSpec`.
         """
-        with KvCacheManager(wrap(self.open_storage(self.spec(geometry, **values))), backend="under test") as cache:
+        storage = wrap(self.open_storage(self.spec(geometry, **values)))
+        with KvCacheManager(storage, backend="under test", prefix=prefix) as cache:
             yield cache
             if not cache.closed:
                 assert cache.audit() == ()

@@ -20,6 +20,7 @@ import torch
 from kvcache_core.geometry import CacheGeometry
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.storage import Storage
 from kvcache_core.testing.conformance import Conformance
 from kvcache_core.testing.failing import CALLS, CALLS_THAT_MAY_FAIL_LATE, FailingStorage, InjectedFault
@@ -47,7 +48,8 @@ class Witness:
             assert self.cache.audit() == ()
             assert set(self.cache.list_handles()) == set(self.held)
             used = {block for handle in self.held for block in handle.block_table.physical_blocks}
-            assert self.cache.stats().free_blocks == self.cache.stats().total_blocks - len(used)
+            stats = self.cache.stats()
+            assert stats.free_blocks + stats.cached_blocks == stats.total_blocks - len(used)
             for handle, tokens in self.held.items():
                 self.kit.assert_holds(handle, tokens)
                 assert list(handle.token_ids) == tokens
@@ -83,6 +85,15 @@ class Witness:
         made: list[KvCacheHandle] = []
         self.attempt(lambda: made.append(self.cache.allocate(num_tokens=room)))
         self.held[made[0]] = []
+        return made[0]
+
+    def prompt(self, tokens: list[int]) -> KvCacheHandle:
+        """Open a sequence for a prompt and store it, or what of it is not found."""
+        made: list[KvCacheHandle] = []
+        self.attempt(lambda: made.append(self.cache.allocate(token_ids=tokens)))
+        found = made[0].num_tokens
+        self.held[made[0]] = tokens[:found]
+        self.step({made[0]: tokens[found:]}, {})
         return made[0]
 
     def fork(self, source: KvCacheHandle) -> KvCacheHandle:
@@ -182,16 +193,20 @@ class FaultConformance(Conformance):
         witness.check()
         witness.free(first)
         witness.step({again: tokens(2)}, {})
+        prompt = tokens(2 * size + 1)
+        for rest in (1, size, 1):
+            witness.free(witness.prompt([*prompt, *tokens(rest)]))
+        witness.prompt(tokens(18 * size))
         witness.reset()
         last = witness.allocate(3)
         witness.step({last: tokens(3)}, {})
 
-    @pytest.mark.parametrize("kind", ["error", "late error", "interrupt"])
+    @pytest.mark.parametrize("kind", ["error", "late error", "interrupt", "error with reuse"])
     def test_kvcached_364_no_call_that_fails_leaves_a_trace(self, kind: str) -> None:
         calls = self.calls_of_everything(fail_at=None, kind=kind)
         assert {"open", "fork", "reserve", "truncate", "close", "write", "attend", "gather"} <= set(calls) <= CALLS
         for fail_at, name in enumerate(calls):
-            if kind == "error" or (name in CALLS_THAT_MAY_FAIL_LATE) == (kind == "late error"):
+            if kind.startswith("error") or (name in CALLS_THAT_MAY_FAIL_LATE) == (kind == "late error"):
                 self.calls_of_everything(fail_at=fail_at, kind=kind)
 
     def calls_of_everything(self, *, fail_at: int | None, kind: str) -> list[str]:
@@ -204,7 +219,8 @@ class FaultConformance(Conformance):
             return cast("Storage", made[0])
 
         geometry = CacheGeometry.uniform(1, 2, self.head_dim)
-        with self.cache(geometry, wrap=wrap, scrub=kind != "interrupt", num_blocks=24) as cache:
+        prefix = PrefixSettings(enabled=kind == "error with reuse", namespace="model", max_prefixes=2)
+        with self.cache(geometry, wrap=wrap, prefix=prefix, scrub=kind != "interrupt", num_blocks=24) as cache:
             witness = Witness(self, cache, made[0])
             try:
                 self.go_through_everything(witness)

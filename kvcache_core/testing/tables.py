@@ -53,7 +53,7 @@ class TableConformance(Conformance):
         with self.cache() as cache:
             handle = cache.allocate()
             fork = None
-            for length in (0, 1, size - 1, size, size + 1, 3 * size):
+            for length in sorted({0, 1, size - 1, size, size + 1, 3 * size}):
                 self.feed(cache, {handle: self.tokens(length - handle.num_tokens)})
                 self._assert_sizes(cache, handle, length)
                 if fork is not None:
@@ -97,9 +97,10 @@ class TableConformance(Conformance):
     def test_the_mutable_table_extends_capacity_only(self) -> None:
         with self.cache() as cache:
             handle, tokens = self.filled(cache, 3)
+            before = handle.block_table
             with handle.block_table_mut() as table:
                 table.extend_sequence(4 * self.block_size)
-                assert handle.block_table.num_blocks == 1, "the table takes effect on exit"
+                assert handle.block_table == before, "the table takes effect on exit"
             grown = handle.block_table
             assert grown.sequence_length == 3
             assert grown.free_tokens >= 4 * self.block_size

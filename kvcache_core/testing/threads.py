@@ -8,6 +8,7 @@ far as commit and free race; what is published for reuse is tested with prefix r
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import sys
 import threading
@@ -22,6 +23,7 @@ import pytest
 from kvcache_core.errors import CacheFullError, HandleError, StepError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.storage import Storage
 from kvcache_core.testing.conformance import Conformance
 
@@ -91,14 +93,16 @@ class ThreadConformance(Conformance):
 
     thread_rounds = 60
 
-    def test_lmcache_1858_threads_that_work_and_drop_handles_leave_the_books_right(self) -> None:
+    @pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+    def test_lmcache_1858_threads_that_work_and_drop_handles_leave_the_books_right(self, reuse: bool) -> None:
         made: list[SerialCalls] = []
 
         def wrap(storage: Storage) -> Storage:
             made.append(SerialCalls(storage))
             return cast("Storage", made[0])
 
-        with self.cache(num_blocks=48, wrap=wrap) as cache, warnings.catch_warnings():
+        prefix = PrefixSettings(enabled=reuse, namespace="model", max_prefixes=6)
+        with self.cache(num_blocks=48, wrap=wrap, prefix=prefix) as cache, warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # dropping handles is part of the test
             run_in_threads(*(lambda seed=seed: self._work(cache, seed) for seed in range(6)))
             gc.collect()
@@ -106,16 +110,21 @@ class ThreadConformance(Conformance):
             assert made[0].overlaps == []
             assert cache.audit() == ()
             stats = cache.stats()
-            assert (stats.free_blocks, stats.active_caches) == (stats.total_blocks, 0)
+            assert (stats.free_blocks + stats.cached_blocks, stats.active_caches) == (stats.total_blocks, 0)
+            assert bool(stats.hit_rate) == reuse
 
     def _work(self, cache: KvCacheManager, seed: int) -> None:
-        dice, numbers = random.Random(seed), iter(range(1000 * seed, 1000 * seed + 1000))
+        dice, numbers = random.Random(seed), itertools.count(100_000 * seed)
         held: list[tuple[KvCacheHandle, list[int]]] = []
         for _ in range(self.thread_rounds):
             choice = dice.random()
             try:
                 if not held or choice < 0.15:
-                    held.append((cache.allocate(), []))
+                    prompt = list(range(9000, 9000 + dice.randint(1, 4 * self.block_size)))
+                    handle = cache.allocate(token_ids=prompt)
+                    tokens = prompt[: handle.num_tokens]
+                    held.append((handle, tokens))
+                    self._feed_or_give_up(cache, handle, prompt[len(tokens) :], abort=False, tokens=tokens)
                 elif choice < 0.6:
                     index = dice.randrange(len(held))
                     handle, tokens = held[index]
