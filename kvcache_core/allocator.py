@@ -196,11 +196,10 @@ class BlockAllocator:
 
         All of them if no block would be freed.
         """
-        names, retentions = self._names, self._retentions
+        names = self._names
         keep = len(blocks)
         for position in range(len(blocks) - 1, -1, -1):
-            block = blocks[position]
-            if names[block] == retentions[block] == 1:
+            if names[blocks[position]] == 1:  # that one name is the sequence's own
                 keep = position
                 count -= 1
                 if not count:

@@ -139,6 +139,18 @@ def test_a_retained_block_is_cached_while_no_live_sequence_names_it() -> None:
     assert (allocator.cached_block_count, allocator.free_block_count) == (0, 4)
 
 
+def test_a_cut_frees_as_many_blocks_as_asked_for_or_all_it_can_and_no_more_than_it_must() -> None:
+    allocator = BlockAllocator(8, 4)
+    blocks = allocator.take(5)
+    allocator.retain(blocks)
+    assert [allocator.cut_point(blocks, count) for count in (1, 2, 5, 9)] == [4, 3, 0, 0]
+    allocator.share(blocks[:1] + blocks[3:])  # a live sequence names the first and the last two
+    assert [allocator.cut_point(blocks, count) for count in (1, 2, 5)] == [2, 1, 1]
+    allocator.share(blocks[1:3])
+    assert allocator.cut_point(blocks, 1) == 5
+    assert allocator.cut_point([], 1) == 0
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=60))
 def test_no_block_is_ever_held_twice_or_lost(operations: list[tuple[bool, int]]) -> None:
     allocator = BlockAllocator(9, 4)

@@ -443,6 +443,13 @@ def test_what_follows_a_prefix_shared_across_salts_is_found_by_nobody(cache: KvC
     assert hit(cache, tokens, salt="a") == 8
 
 
+def test_sharing_nothing_leaves_the_key_of_the_target_alone(cache: KvCacheManager) -> None:
+    source, target = stored(cache, PROMPT, salt="a"), cache.allocate(salt="b")
+    cache.share_prefix(source, target, 0)
+    fill(target, PROMPT, salt="b")
+    assert peek(cache, PROMPT, salt="b") == 8
+
+
 def test_sharing_a_prefix_uses_the_room_that_the_target_has(new_cache: MakeCache) -> None:
     cache = new_cache(num_blocks=6)
     source, target = stored(cache, PROMPT), cache.allocate(num_tokens=12)
@@ -719,6 +726,17 @@ def test_identical_blocks_are_kept_once_when_one_is_freed(paged: KvCacheManager)
     assert (paged.stats().used_blocks, paged.stats().cached_blocks) == (3, 0)
     one.free()
     assert (paged.stats().used_blocks, paged.stats().cached_blocks) == (0, 2)
+
+
+def test_what_is_computed_anew_after_a_truncate_is_merged_too(paged: KvCacheManager) -> None:
+    one, two = _twice(paged)
+    fill(two, [*PROMPT, 1])
+    two.truncate(0)
+    fill(two, PROMPT)
+    assert paged.stats().used_blocks == 6
+    fill(two, [*PROMPT, 1])
+    assert two.block_table.physical_blocks[:2] == one.block_table.physical_blocks[:2]
+    assert paged.stats().used_blocks == 4
 
 
 def test_a_fork_keeps_the_block_that_its_source_gave_up(paged: KvCacheManager) -> None:
