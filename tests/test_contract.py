@@ -39,7 +39,7 @@ class TestPool(BackendConformance):
 @pytest.mark.slow
 class TestPagedLonger(OracleConformance):
     capabilities = PagedStorage.capabilities
-    oracle_runs = 300
+    oracle_runs = 100
     oracle_steps = 60
 
     def open_storage(self, spec: StorageSpec) -> Storage:
@@ -50,7 +50,7 @@ class TestPagedLonger(OracleConformance):
 class TestInt8Longer(OracleConformance):
     capabilities = Int8Storage.capabilities
     round_trip_error = 0.008
-    oracle_runs = 300
+    oracle_runs = 100
     oracle_steps = 60
 
     def open_storage(self, spec: StorageSpec) -> Storage:
