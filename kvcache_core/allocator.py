@@ -207,6 +207,11 @@ class BlockAllocator:
         return keep
 
     @property
+    def used_block_count(self) -> int:
+        """Blocks that live sequences name."""
+        return self._never_used - 1 - len(self._returned) - self._cached - len(self._loose)
+
+    @property
     def cached_block_count(self) -> int:
         """Blocks that only retained sequences name."""
         return self._cached

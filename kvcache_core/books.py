@@ -33,10 +33,8 @@ class Books:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences name."""
-        allocator = self.allocator
-        unused = allocator.free_block_count + allocator.cached_block_count + allocator.loose_block_count
-        return allocator.total_block_count - unused
+        """Blocks that live sequences name."""
+        return self.allocator.used_block_count
 
     @property
     def available_blocks(self) -> int:

@@ -15,6 +15,7 @@ from kvcache_core.geometry import LayerSpec
 from kvcache_core.sequence import CachedSequence, HandleState
 from kvcache_core.stats import CacheHandleStats
 from kvcache_core.step import require_tensor
+from kvcache_core.table_editing import edited_table
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +186,7 @@ class KvCacheHandle:
             HandleError: On exit: a block is not one the caller has got from the allocator; or the handle was
                 freed or changed meanwhile.
         """
-        with self._live().store.edited_table(self._sequence) as table:
+        with edited_table(self._live().store, self._sequence) as table:
             yield table
 
     @property

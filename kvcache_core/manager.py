@@ -236,8 +236,7 @@ class KvCacheManager:
     def handle_to(self, sequence: CachedSequence) -> KvCacheHandle:
         """Return a handle for a reference that has been counted already; for core."""
         handle = self.storage.handle_type(self, sequence)
-        with self.store.locked():
-            sequence.note_handle(handle)
+        sequence.note_handle(handle)
         return handle
 
     # -- steps -------------------------------------------------------------------------------------------

@@ -230,16 +230,17 @@ class CachedSequence:
     _handles: list[weakref.ref[KvCacheHandle]] = field(default_factory=list)
 
     def note_handle(self, handle: KvCacheHandle) -> None:
-        """Remember a handle to this sequence, weakly."""
-        self._handles = [known for known in self._handles if known() is not None]
-        self._handles.append(weakref.ref(handle))
+        """Remember a handle to this sequence, weakly; needs no lock."""
+        handles = self._handles
+        handles.append(weakref.ref(handle, handles.remove))
 
     def any_handle(self) -> KvCacheHandle | None:
         """Return a handle to this sequence that is usable, or would be if it were not swapped out; or None."""
-        handles = (known() for known in self._handles)
-        return next(
-            (handle for handle in handles if handle is not None and handle.state is not HandleState.FREED), None
-        )
+        for known in tuple(self._handles):
+            handle = known()
+            if handle is not None and handle.state is not HandleState.FREED:
+                return handle
+        return None
 
     def touch(self) -> None:
         """Note a use."""

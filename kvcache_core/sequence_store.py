@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.audit import audit_books, audit_prefixes
-from kvcache_core.block_table import MutableBlockTable, blocks_for
+from kvcache_core.block_table import blocks_for
 from kvcache_core.books import Books
 from kvcache_core.errors import CacheFullError, HandleError, ShapeError, StepError
 from kvcache_core.eviction import CacheEvictionPolicy
 from kvcache_core.locking import Guard, process_generation
 from kvcache_core.prefix import PrefixKey
-from kvcache_core.prefix_cache import PrefixCache, PrefixHit, PrefixSettings
+from kvcache_core.prefix_cache import PrefixCache, PrefixSettings
 from kvcache_core.pressure import PressureMonitor
 from kvcache_core.sequence import CachedSequence, HandleState, check_request_id, unique_id
 from kvcache_core.stats import CacheHandleStats
@@ -90,9 +91,10 @@ class SequenceStore:
 
     def require_usable(self) -> None:
         """Raise HandleError if the cache is closed or this is a forked child."""
-        problem = self.unusable
-        if problem is not None:
-            raise problem
+        if self.closed or self._process != process_generation():  # not by the properties: every operation asks twice
+            problem = self.unusable
+            if problem is not None:
+                raise problem
 
     def locked(self) -> Guard:
         """The lock, for a `with` statement; entering it raises HandleError if the cache cannot be used."""
@@ -160,102 +162,107 @@ class SequenceStore:
                 sequence.capacity = self.prefixes.capacity(max_tokens)
                 sequence.slot = self.storage.open(sequence.capacity)
             else:
-                self._start_with(sequence, hit, token_ids)
+                slot, sequence.blocks = self._fork_memory(hit.home, hit.num_tokens)
+                self._start_with(sequence, hit.home, slot, hit.num_tokens)
+                sequence.deduplicated = hit.tip.depth
+                self.prefixes.index.hold(sequence, hit.tip)
             self._enter(sequence)  # before room is made: the eviction has to see what it holds
-            missing = blocks_for(num_tokens, self.books.block_size) - len(sequence.blocks)
             purpose = f"for a sequence of {num_tokens} tokens"
             try:
-                self.books.require(missing, purpose=purpose)
+                self.books.require(self._missing_blocks(sequence, num_tokens), purpose=purpose)
                 self.prefixes.note_lookup(len(token_ids), hit)  # so that others are evicted before what was found
-                sequence.blocks += self.books.take(missing, purpose=purpose)
+                self._make_room(sequence, num_tokens, purpose)
             except BaseException:
-                self.allocations -= 1
-                self._leave(sequence)
+                self._retract(sequence)
                 raise
             return sequence
 
-    def _start_with(self, sequence: CachedSequence, hit: PrefixHit, token_ids: array[int]) -> None:
-        """Give an empty sequence the tokens of a prefix hit, except room for what the storage has copied."""
-        home, num_tokens = hit.home, hit.num_tokens
-        shared_tokens = self.storage.shared_tokens(home.slot, num_tokens)
-        sequence.slot = self.storage.fork(home.slot, num_tokens)
-        sequence.capacity = home.capacity
-        sequence.blocks = home.blocks[: shared_tokens // self.books.block_size]
-        self.books.share(sequence.blocks)
+    def _fork_memory(self, source: CachedSequence, num_tokens: int) -> tuple[Any, list[int]]:
+        """Return a slot that starts with the first tokens of `source`, and those of its blocks that it shares."""
+        shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
+        slot = self.storage.fork(source.slot, num_tokens)
+        size = self.books.block_size
+        blocks = source.blocks[: blocks_for(num_tokens, size) if shared_tokens >= num_tokens else shared_tokens // size]
+        self.books.share(blocks)
+        return slot, blocks
+
+    @staticmethod
+    def _start_with(sequence: CachedSequence, source: CachedSequence, slot: Any, num_tokens: int) -> None:
+        """Note that an empty sequence now has this slot, which starts with tokens of `source`."""
+        sequence.slot = slot
+        sequence.capacity = source.capacity
         sequence.num_tokens = num_tokens
-        sequence.token_ids = token_ids[:num_tokens]
-        sequence.deduplicated = hit.tip.depth
-        self.prefixes.index.hold(sequence, hit.tip)
+        sequence.token_ids = source.token_ids[:num_tokens]
+
+    def _missing_blocks(self, sequence: CachedSequence, num_tokens: int) -> int:
+        return max(0, blocks_for(num_tokens, self.books.block_size) - len(sequence.blocks))
+
+    def _make_room(self, sequence: CachedSequence, num_tokens: int, purpose: str) -> None:
+        """Take the blocks that a sequence lacks for `num_tokens` tokens."""
+        missing = self._missing_blocks(sequence, num_tokens)
+        if missing:
+            sequence.blocks += self.books.take(missing, purpose=purpose)
 
     def fork(self, source: CachedSequence, request_id: str | None) -> CachedSequence:
         """Open a sequence that starts with the tokens of `source`."""
         with self.locked():
             self.require_changeable(source, "fork")
             name = self._unused_name(request_id)
-            size, num_tokens = self.books.block_size, source.num_tokens
-            used = blocks_for(num_tokens, size)
-            shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
-            shared = source.blocks[: used if shared_tokens >= num_tokens else shared_tokens // size]
-            copied = self.books.take(used - len(shared), purpose=f"to fork {source.request_id!r}")
-            try:
-                slot = self.storage.fork(source.slot, num_tokens)
-            except BaseException:
-                self.books.release(copied)
-                raise
-            self.books.share(shared)
-            source.touch()
             sequence = CachedSequence(
-                unique_id("kv"), name, source.max_tokens, self.generation, source.priority, slot, shared + copied
+                unique_id("kv"), name, source.max_tokens, self.generation, source.priority, None, []
             )
-            sequence.capacity = source.capacity
-            sequence.num_tokens = num_tokens
-            sequence.token_ids = source.token_ids[:]
+            slot, sequence.blocks = self._fork_memory(source, source.num_tokens)
+            self._start_with(sequence, source, slot, source.num_tokens)
             sequence.prefix_key = source.prefix_key
-            sequence.deduplicated = source.deduplicated
             self.prefixes.index.hold(sequence, source.tip)
-            return self._enter(sequence)
+            sequence.deduplicated = source.deduplicated
+            source.touch()
+            self._enter(sequence)
+            try:
+                self._make_room(sequence, source.num_tokens, f"to fork {source.request_id!r}")
+            except BaseException:
+                self._retract(sequence)
+                raise
+            return sequence
 
     def share_prefix(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> None:
         """Make an empty sequence start with the first `num_tokens` tokens of another."""
         with self.locked():
-            self.require_changeable(source, "share a prefix of")
-            self.require_changeable(target, "share a prefix with")
-            most = min(source.num_tokens, target.max_tokens)
-            if target.num_tokens or target is source:
-                raise ShapeError(f"{target.request_id!r} must be another sequence, and empty, to take over a prefix")
-            if type(num_tokens) is not int or not 0 <= num_tokens <= most:
-                raise ShapeError(f"share_prefix takes an int from 0 to {most} tokens, not {show(num_tokens)}")
-            if source.capacity < target.max_tokens and self.storage.placement == "contiguous":
-                raise ShapeError(
-                    f"{target.request_id!r} may hold {target.max_tokens} tokens and memory like that of "
-                    f"{source.request_id!r} only {source.capacity}; allocate both with the same max_sequence_length"
-                )
+            self._require_shareable(source, target, num_tokens)
             size = self.books.block_size
-            used = blocks_for(num_tokens, size)
-            shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
-            shared = source.blocks[: used if shared_tokens >= num_tokens else shared_tokens // size]
-            room = max(used, len(target.blocks))  # what was reserved stays reserved
+            slot, shared = self._fork_memory(source, num_tokens)
+            room = max(blocks_for(num_tokens, size), len(target.blocks))  # what was reserved stays reserved
             missing = room - len(shared) - len(target.blocks)
-            taken = self.books.take(max(0, missing), purpose=f"to share {num_tokens} tokens")
             try:
-                slot = self.storage.fork(source.slot, num_tokens)
+                taken = self.books.take(max(0, missing), purpose=f"to share {num_tokens} tokens")
             except BaseException:
-                self.books.release(taken)
+                self._give_back(slot, shared)
                 raise
-            self.books.share(shared)
             blocks = [*shared, *target.blocks, *taken]
-            old_slot, target.slot = target.slot, slot
-            target.blocks = blocks[:room]
-            target.capacity = source.capacity
-            target.num_tokens = num_tokens
-            target.token_ids = source.token_ids[:num_tokens]
+            replaced, target.blocks = target.slot, blocks[:room]
+            self._start_with(target, source, slot, num_tokens)
             target.version += 1
             target.touch()
             self._take_over_names(source, target, num_tokens // size)
             try:
                 self.books.release(blocks[room:])
             finally:
-                self.storage.close(old_slot)
+                self.storage.close(replaced)
+
+    def _require_shareable(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> None:
+        """Raise unless `target` can start with so many tokens of `source`."""
+        self.require_changeable(source, "share a prefix of")
+        self.require_changeable(target, "share a prefix with")
+        most = min(source.num_tokens, target.max_tokens)
+        if target.num_tokens or target is source:
+            raise ShapeError(f"{target.request_id!r} must be another sequence, and empty, to take over a prefix")
+        if type(num_tokens) is not int or not 0 <= num_tokens <= most:
+            raise ShapeError(f"share_prefix takes an int from 0 to {most} tokens, not {show(num_tokens)}")
+        if source.capacity < target.max_tokens and self.storage.placement == "contiguous":
+            raise ShapeError(
+                f"{target.request_id!r} may hold {target.max_tokens} tokens and memory like that of "
+                f"{source.request_id!r} only {source.capacity}; allocate both with the same max_sequence_length"
+            )
 
     def _take_over_names(self, source: CachedSequence, target: CachedSequence, num_blocks: int) -> None:
         """Let prompts find the shared prefix through `target` too, if those that may find one may find the other."""
@@ -324,9 +331,7 @@ class SequenceStore:
             self.require_changeable(sequence, "extend")
             stop = sequence.num_tokens + num_tokens
             self._require_length(stop, sequence.max_tokens, held=len(sequence.blocks))
-            missing = blocks_for(stop, self.books.block_size) - len(sequence.blocks)
-            if missing > 0:
-                sequence.blocks += self.books.take(missing, purpose=f"to extend by {num_tokens} tokens")
+            self._make_room(sequence, stop, f"to extend by {num_tokens} tokens")
 
     def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens."""
@@ -353,66 +358,6 @@ class SequenceStore:
         self.books.release(dropped)
         if shortened:
             self.books.scrub_tail(sequence.blocks, num_tokens)
-
-    @contextmanager
-    def edited_table(self, sequence: CachedSequence) -> Iterator[MutableBlockTable]:
-        """Yield a table to extend; adopt its blocks on a normal exit, give them back otherwise."""
-        taken: list[int] = []
-
-        def allocate(count: int) -> Sequence[int]:
-            blocks = self.books.allocator.allocate_blocks(count)
-            taken.extend(blocks)
-            return blocks
-
-        with self.locked():
-            self.require_changeable(sequence, "edit the block table of")
-            before, version = list(sequence.blocks), sequence.version
-            table = MutableBlockTable(before, sequence.num_tokens, self.books.block_size, allocate)
-        adopted: list[int] = []
-        try:
-            yield table
-            with self.locked():
-                self.require_changeable(sequence, "edit the block table of")
-                adopted = self._adopted(sequence, table, before, version)
-                for block in adopted:
-                    self.books.allocator.adopt(block)
-                sequence.blocks += adopted
-        finally:
-            table.freeze()
-            self._give_back_loose(set(taken).difference(adopted))
-
-    def _give_back_loose(self, blocks: set[int]) -> None:
-        """Give back those of the blocks that the caller has not given back himself."""
-        if self.unusable is None:
-            self.books.allocator.free_blocks(blocks & self.books.allocator.loose)
-
-    def _adopted(
-        self, sequence: CachedSequence, table: MutableBlockTable, before: list[int], version: int
-    ) -> list[int]:
-        """Return the blocks that an edited table adds, if it is sound."""
-        if sequence.version != version or sequence.blocks != before:
-            raise HandleError(
-                f"{sequence.request_id!r} changed while its block table was being edited; edit it again",
-                reason="stale",
-            )
-        edited, loose = list(table.physical_blocks), self.books.allocator.loose
-        added = edited[len(before) :]
-        if edited[: len(before)] != before:
-            raise ShapeError("a block table may only grow: its first blocks must stay as they were")
-        if len(set(added)) != len(added):
-            raise ShapeError("a block is named twice in the block table")
-        foreign = [block for block in added if block not in loose]
-        if foreign:
-            raise HandleError(
-                f"blocks {foreign} do not belong to the caller; get blocks from allocate_blocks",
-                reason="foreign",
-            )
-        if table.sequence_length != sequence.num_tokens:
-            raise ShapeError("the sequence length moves only when a step commits or by truncate")
-        most = blocks_for(sequence.max_tokens, self.books.block_size)
-        if added and len(edited) > most:
-            raise ShapeError(f"{len(edited)} blocks are more than the {most} that {sequence.max_tokens} tokens fill")
-        return added
 
     def expire_prefixes(self) -> None:
         """Drop prefixes that have outlived their time, and count what that gave back. Under the lock."""
@@ -480,7 +425,8 @@ class SequenceStore:
             self.reclaimed_blocks += self.books.allocator.free_block_count - free_before
 
     def _note_pressure(self) -> None:
-        self.pressure.note(self.books.used_blocks, self.books.allocator.total_block_count)
+        allocator = self.books.allocator
+        self.pressure.note(allocator.used_block_count, allocator.total_block_count)
 
     def _after_release(self) -> None:
         if self._dropped:
@@ -546,11 +492,19 @@ class SequenceStore:
         ticket, sequence.swapped = sequence.swapped, None
         if ticket is not None:  # it has neither blocks nor a slot
             self.storage.drop_swapped(ticket)
-            return
+        else:
+            self._give_back(slot, blocks)
+
+    def _give_back(self, slot: Any, blocks: list[int]) -> None:
         try:
             self.books.release(blocks)
         finally:
             self.storage.close(slot)
+
+    def _retract(self, sequence: CachedSequence) -> None:
+        """Undo the opening of a sequence for which there is no room."""
+        self.allocations -= 1
+        self._leave(sequence)
 
     def _drop_all(self) -> None:
         self.generation += 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import pytest
@@ -311,7 +312,7 @@ class TestTruncate:
             driver.truncate(sequence, keep)
         driver.check(source, first, second)
         for sequence in (source, first, second):
-            for rows in (*sequence.slot.keys, *sequence.slot.values):
+            for rows in itertools.chain(*sequence.slot.tensors):
                 assert not rows[:, :, keep:100].any()
 
     def test_a_sequence_freed_by_another_is_not_readable_in_memory_that_is_used_again(self, driver: Driver) -> None:
@@ -320,7 +321,7 @@ class TestTruncate:
         driver.close(sequence)
         other = driver.open()
         driver.append(other, 1)
-        for rows in (*other.slot.keys, *other.slot.values):
+        for rows in itertools.chain(*other.slot.tensors):
             assert not rows[:, :, 1:].any()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from itertools import chain
 
 import torch
 from typing_extensions import override
 
 from kvcache_core.errors import CacheFullError
 from kvcache_core.plugin import StorageSpec
-from kvcache_cpu.memory import Memory, Slot, SlotMemory, dense_views
+from kvcache_cpu.memory import Memory, Slot, SlotMemory
 
 __all__ = ["HeapMemory", "HeapSlot"]
 
@@ -58,9 +59,8 @@ class HeapMemory(Memory[HeapSlot]):
     @override
     def fork(self, slot: HeapSlot, num_tokens: int) -> HeapSlot:
         fork = HeapSlot(slot.capacity)
-        fork.keys, fork.values = slot.keys, slot.values
         fork.rows = num_tokens
-        self._resize(fork, num_tokens)
+        self._resize(fork, num_tokens, source=slot)
         self._slots.add(fork)
         return fork
 
@@ -84,7 +84,7 @@ class HeapMemory(Memory[HeapSlot]):
         if num_tokens <= slot.room // 4:
             self._resize(slot, num_tokens)
         elif self._scrub:
-            for rows in (*slot.keys, *slot.values):
+            for rows in chain(*slot.tensors):
                 rows[:, :, dropped].zero_()
 
     @override
@@ -112,8 +112,8 @@ class HeapMemory(Memory[HeapSlot]):
             writes_in_place=True,
         )
 
-    def _resize(self, slot: HeapSlot, room: int) -> None:
-        """Move the rows of a slot to a new buffer with room for `room` tokens."""
+    def _resize(self, slot: HeapSlot, room: int, *, source: HeapSlot | None = None) -> None:
+        """Move the rows of a slot, or copy those of another, to a new buffer with room for `room` tokens."""
         layout = self._layout(room)
         try:
             buffer = mmap.mmap(-1, layout.nbytes, access=mmap.ACCESS_COPY)
@@ -125,9 +125,9 @@ class HeapMemory(Memory[HeapSlot]):
                 hint="free handles, or lower the budget below the machine's free memory",
                 details=[str(error)],
             ) from error
-        keys, values = dense_views(buffer, self._dtype, layout)
+        former = (slot if source is None else source).tensors
+        slot.place(buffer, self._dtype, layout)
         if slot.rows:
-            for old, new in zip((*slot.keys, *slot.values), (*keys, *values), strict=True):
+            for old, new in zip(chain(*former), chain(*slot.tensors), strict=True):
                 new[:, :, : slot.rows].copy_(old[:, :, : slot.rows])
-        slot.keys, slot.values = keys, values
         slot.room, slot.nbytes = room, layout.nbytes

@@ -12,7 +12,7 @@ from kvcache_core.errors import CacheFullError
 from kvcache_core.plugin import StorageSpec
 from kvcache_cpu.base import Base, Ledger, Mapping
 from kvcache_cpu.layout import Layout
-from kvcache_cpu.memory import Memory, Slot, SlotMemory, dense_views
+from kvcache_cpu.memory import Memory, Slot, SlotMemory
 from kvcache_cpu.pages import PageFile, copy, discard, map_pages, move, unmap, zero
 
 __all__ = ["MappedMemory", "MappedSlot"]
@@ -261,11 +261,11 @@ class MappedMemory(Memory[MappedSlot]):
             raise self._refused(base.layout, error) from error
         mapping = Mapping(base, address, private, shared, extent)
         pages = (ctypes.c_char * length).from_address(address)
-        # Tensors keep `pages` alive, and nothing else does.
+        # The slot and the tensors keep `pages` alive, and nothing else does.
         weakref.finalize(pages, self._ledger.unreferenced, mapping).atexit = False
         self._ledger.enter(mapping, base, private=private, shared=shared)
         slot = MappedSlot(capacity, mapping)
-        slot.keys, slot.values = dense_views(pages, self._dtype, base.layout)
+        slot.place(pages, self._dtype, base.layout)
         self._slots.add(slot)
         return slot
 

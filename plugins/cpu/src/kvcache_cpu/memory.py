@@ -36,6 +36,10 @@ class SlotMemory:
     writes_in_place: bool
 
 
+#: The keys of each layer group, and the values.
+Tensors = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+
 class Clearable(Protocol):
     """Something that holds tensors and can let go of them."""
 
@@ -47,23 +51,33 @@ class Slot:
     """The memory of one sequence.
 
     Attributes:
-        keys: For each layer group a tensor `[layers, kv heads, room, head_dim]`.
-        values: For each layer group a tensor `[layers, kv heads, room, value_head_dim]`.
         capacity: Tokens the sequence may ever hold.
         views: Refers to what the last step has cut out of `keys` and `values`, or None.
     """
 
-    __slots__ = ("__weakref__", "capacity", "keys", "values", "views")
+    __slots__ = ("__weakref__", "_place", "_tensors", "capacity", "views")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.keys: tuple[torch.Tensor, ...] = ()
-        self.values: tuple[torch.Tensor, ...] = ()
         self.views: ReferenceType[Clearable] | None = None
+        self._place: tuple[Any, torch.dtype, Layout] | None = None
+        self._tensors: Tensors | None = None
+
+    def place(self, memory: Any, dtype: torch.dtype, layout: Layout) -> None:
+        """Have the sequence live in a buffer that is laid out by `layout`."""
+        self._place, self._tensors = (memory, dtype, layout), None
+
+    @property
+    def tensors(self) -> Tensors:
+        """The keys and the values of each layer group, `[layers, kv heads, room, dim]`."""
+        tensors, place = self._tensors, self._place
+        if tensors is None:  # made when first asked for: a fork that is dropped unused never is
+            tensors = self._tensors = ((), ()) if place is None else dense_views(*place)
+        return tensors
 
     def drop(self) -> None:
         """Let go of the memory."""
-        self.keys = self.values = ()
+        self._place, self._tensors = None, None
         self.clear_views()
 
     def clear_views(self) -> None:
@@ -146,9 +160,7 @@ class Memory(ABC, Generic[SlotT]):
         return ()
 
 
-def dense_views(
-    memory: Any, dtype: torch.dtype, layout: Layout
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def dense_views(memory: Any, dtype: torch.dtype, layout: Layout) -> Tensors:
     """Return the keys and the values of each layer group as tensors over a buffer laid out by `layout`.
 
     The tensors keep the buffer alive. They are made outside inference mode, so that they can be written within it

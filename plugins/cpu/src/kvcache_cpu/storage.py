@@ -145,7 +145,8 @@ class CpuStorage(Storage):
         self, slot: Slot, blocks: Sequence[int], num_tokens: int, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group, index = self._places[layer]
-        key, value = slot.keys[group][index], slot.values[group][index]
+        keys, values = slot.tensors
+        key, value = keys[group][index], values[group][index]
         return key.narrow(1, 0, num_tokens).transpose(0, 1), value.narrow(1, 0, num_tokens).transpose(0, 1)
 
     def describe(self, slot: Slot) -> SlotMemory:

@@ -72,5 +72,5 @@ class StepViews:
         length = stop - start
         cut: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
         cut = lambda rows: rows.narrow(2, start, length).transpose(1, 2).unbind(0)  # noqa: E731
-        for group, keys, values in zip(self._geometry.groups, self.slot.keys, self.slot.values, strict=True):
+        for group, keys, values in zip(self._geometry.groups, *self.slot.tensors, strict=True):
             yield from zip(group.layers, zip(cut(keys), cut(values), strict=True), strict=True)
