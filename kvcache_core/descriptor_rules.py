@@ -43,6 +43,8 @@ def check_descriptor(descriptor: BackendDescriptor) -> None:
     _check_block_sizes(descriptor)
     _require(isinstance(descriptor.summary, str), "summary", "a line of text", descriptor.summary)
     _require(type(descriptor.priority) is int, "priority", "an int", descriptor.priority)
+    error = descriptor.round_trip_error
+    _require(type(error) in (int, float) and 0 <= error < 1, "round_trip_error", "a number from 0 to below 1", error)
 
 
 def _require(holds: bool, field: str, wanted: str, value: object) -> None:

@@ -166,6 +166,8 @@ class BackendDescriptor:
         priority: Rank in `auto`, higher first. Third parties are capped at the first parties' highest.
         block_sizes: Block sizes it takes, or empty for any power of two.
         default_block_size: Used when the configuration leaves the block size open.
+        round_trip_error: Largest difference between an element written and read back, divided by the largest element
+            of its row, with any options: 0 where bits come back unchanged.
     """
 
     name: str
@@ -181,6 +183,7 @@ class BackendDescriptor:
     priority: int = 0
     block_sizes: tuple[int, ...] = ()
     default_block_size: int = 16
+    round_trip_error: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every field, so that a slip of the author is found where it was made.

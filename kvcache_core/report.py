@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from kvcache_core import _compat
+from kvcache_core import _compat, child
 from kvcache_core.disabling import Disabled
 from kvcache_core.discovery import DiscoveryProblem, Entry
 from kvcache_core.messages import REPORTED_VARIABLES
@@ -33,14 +32,6 @@ TrialState = Literal["available", "unavailable", "broken", "incompatible", "disa
 _BAD_STATES = frozenset({"broken", "incompatible"})
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "SALT", "API_KEY")
 _PARALLEL = 4
-_TAIL_LINES = 4
-
-# Isolated mode, and the parent's own path before anything of ours is imported: the child sees the same
-# installation however the parent was started, and no module of the current directory.
-_BOOTSTRAP = (
-    "import sys, json; task = json.load(sys.stdin); sys.path[:] = task['path']; "
-    "from kvcache_core.trial import main; main(task)"
-)
 
 
 @dataclass(frozen=True)
@@ -198,64 +189,34 @@ def try_backend(entry: Entry, *, timeout: float, load: bool = True) -> dict[str,
     """
     with tempfile.TemporaryDirectory(prefix="kvcache-") as folder:
         answer, errors = Path(folder, "answer.json"), Path(folder, "stderr.txt")
-        task = {
-            "path": [str(each) for each in sys.path],
-            "answer": str(answer),
-            "backend": entry.qualified,
-            "load": load,
-        }
+        task = {"answer": str(answer), "backend": entry.qualified, "load": load}
         with errors.open("wb") as stderr:
-            outcome = _run(json.dumps(task), stderr, timeout)
+            outcome = _run(task, stderr, timeout)
         if answer.exists():
             findings: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
             return findings
-        said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL_LINES:]
+        said = child.tail(errors)
+    if outcome is None:
+        ending = f"it did not answer within {timeout:g} seconds"
+    else:
+        ending = f"the process that tried it {child.describe_ending(outcome)} before it could answer"
     return {
         "state": "broken",
         "code": "timeout" if outcome is None else "crashed",
-        "reason": "; ".join([_ending(outcome, timeout), *said]),
+        "reason": "; ".join([ending, *said]),
     }
 
 
-def _run(task: str, stderr: IO[bytes], timeout: float) -> int | None:
+def _run(task: Mapping[str, Any], stderr: IO[bytes], timeout: float) -> int | None:
     """Run a trial; return its exit status, or None when it was killed for taking too long."""
     try:
-        # A session of its own, so that what a plugin starts is killed with it.
-        child = subprocess.Popen(  # noqa: S603 - our own interpreter and a constant program
-            [sys.executable, "-I", "-c", _BOOTSTRAP],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-        )
+        process = child.start("kvcache_core.trial", task, stdout=subprocess.DEVNULL, stderr=stderr)
     except OSError as error:  # a frozen program has no interpreter to start
         stderr.write(f"cannot start {sys.executable!r}: {error}".encode())
         return -1
-    with child:
+    with process:
         try:
-            child.communicate(task.encode(), timeout)
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            _kill(child)
+            child.kill(process)
             return None
-    return child.returncode
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    if hasattr(os, "killpg"):
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it ended in the meantime
-            return
-    else:
-        child.kill()
-
-
-def _ending(outcome: int | None, timeout: float) -> str:
-    if outcome is None:
-        return f"it did not answer within {timeout:g} seconds"
-    if outcome < 0:
-        try:
-            return f"the process that tried it was killed by {signal.Signals(-outcome).name}"
-        except ValueError:  # a number that no signal has here
-            pass
-    return f"the process that tried it ended with status {outcome} before it could answer"

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvcache_core.cli.conformance import conformance
 from kvcache_core.cli.demo import demo
 from kvcache_core.cli.doctor import doctor
 from kvcache_core.cli.generate import generate
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("list")(command(list_backends))
 app.command("show")(command(show))
 app.command("doctor")(command(doctor))
+app.command("conformance")(command(conformance))
 app.command("schema")(command(schema))
 app.command("plan")(command(plan))
 app.command("generate")(command(generate))

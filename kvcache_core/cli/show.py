@@ -46,12 +46,17 @@ def _declared(descriptor: Any) -> dict[str, Any]:
         "placement": descriptor.placement,
         "devices": list(descriptor.devices),
         "dtypes": list(descriptor.dtypes),
+        "round_trip_error": descriptor.round_trip_error,
         "capabilities": sorted(descriptor.capabilities),
         "priority": descriptor.priority,
         "block_sizes": list(descriptor.block_sizes),
         "default_block_size": descriptor.default_block_size,
         "storage": descriptor.storage,
     }
+
+
+def _precision(error: float) -> str:
+    return f"within {error:.2g} of the largest element of a row" if error else "every bit that was written"
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -68,6 +73,7 @@ def _print(facts: dict[str, Any]) -> None:
         "placement": facts["placement"],
         "devices": ", ".join(facts["devices"]),
         "dtypes": ", ".join(facts["dtypes"]),
+        "reads back": _precision(facts["round_trip_error"]),
         "block sizes": f"{sizes}; {facts['default_block_size']} unless configured",
         "capabilities": ", ".join(facts["capabilities"]) or "none beyond the contract",
         "priority": str(facts["priority"]),

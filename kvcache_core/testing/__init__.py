@@ -39,14 +39,13 @@ Needs `pip install "kvcache-core[testing]"`, which brings pytest and hypothesis.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pkgutil import iter_modules
 
-_missing = [name for name in ("pytest", "hypothesis", "torch") if find_spec(name) is None]
+from kvcache_core.conformance import missing_requirements
+
+_missing = missing_requirements()
 if _missing:
-    raise ImportError(
-        f"kvcache_core.testing needs {' and '.join(_missing)}: pip install 'kvcache-core[testing]'", name=_missing[0]
-    )
+    raise ImportError(_missing)
 
 import pytest  # noqa: E402
 

@@ -20,20 +20,20 @@ from kvcache_core.testing.truncate import TruncateConformance
 __all__ = ["BackendConformance"]
 
 
-class BackendConformance(
-    HandleConformance,
-    TableConformance,
-    AppendConformance,
-    StepConformance,
-    ForkConformance,
-    TruncateConformance,
-    AttentionConformance,
-    PerturbationConformance,
-    NumericsConformance,
-    TensorConformance,
-    ReuseConformance,
-    ThreadConformance,
-    FaultConformance,
+class BackendConformance(  # pytest runs the tests of the last base first
     OracleConformance,
+    FaultConformance,
+    ThreadConformance,
+    ReuseConformance,
+    TensorConformance,
+    NumericsConformance,
+    PerturbationConformance,
+    AttentionConformance,
+    TruncateConformance,
+    ForkConformance,
+    StepConformance,
+    AppendConformance,
+    TableConformance,
+    HandleConformance,
 ):
     """Every test of the kit. Subclass it under a name that pytest collects, and say how to open the storage."""
