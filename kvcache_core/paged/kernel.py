@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from kvcache_core.batch import Batch
 from kvcache_core.paged.gathering import attend_decode
-from kvcache_core.paged.pool import BlockPool
+from kvcache_core.paged.pool import Pool, Upload
 from kvcache_core.paged.tables import Tables
 
 __all__ = ["AttentionKernel"]
@@ -27,7 +26,7 @@ class AttentionKernel(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, pool: BlockPool, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, pool: Pool, upload: Upload) -> None:
         self.pool = pool
         self.upload = upload
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from kvcache_core.attention import attend_dense
 from kvcache_core.batch import Batch
 from kvcache_core.paged.gathering import SequenceRows
 from kvcache_core.paged.kernel import AttentionKernel
-from kvcache_core.paged.pool import BlockPool
+from kvcache_core.paged.pool import Pool, Upload
 from kvcache_core.paged.tables import Tables, tables_of
 
 __all__ = ["ReferenceKernel", "ReferencePlan"]
@@ -40,9 +39,7 @@ class ReferenceKernel(AttentionKernel):
 
     name: ClassVar[str] = "reference"
 
-    def __init__(
-        self, pool: BlockPool, upload: Callable[[torch.Tensor], torch.Tensor], *, decodes_together: bool = False
-    ) -> None:
+    def __init__(self, pool: Pool, upload: Upload, *, decodes_together: bool = False) -> None:
         super().__init__(pool, upload)
         self._decodes_together = decodes_together
 

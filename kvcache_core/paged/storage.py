@@ -12,11 +12,10 @@ from typing_extensions import override
 from kvcache_core.batch import Batch
 from kvcache_core.errors import ShapeError, UnsupportedError
 from kvcache_core.handle import KvCacheHandle
-from kvcache_core.paged.gathering import gather_rows
 from kvcache_core.paged.handle import PagedKvCacheHandle
 from kvcache_core.paged.host_tier import HostTier, SwapTicket
 from kvcache_core.paged.kernel import AttentionKernel
-from kvcache_core.paged.pool import BlockPool
+from kvcache_core.paged.pool import BlockPool, Pool
 from kvcache_core.paged.reference import ReferenceKernel
 from kvcache_core.storage import BlockCopy, BlockRows, Placement, Storage, StorageSpec
 
@@ -27,7 +26,7 @@ class PagedStorage(Storage):
     """Keys and values in a pool of blocks.
 
     A backend has to say how much memory a device has (`device_memory`), and may override what its device does
-    differently: `allocate`, `upload`, `order`, `make_kernel`, `make_tier` with
+    differently: `make_pool`, `allocate`, `upload`, `order`, `make_kernel`, `make_tier` with
     `swapping` and `wait_for_swaps`, and what those do not reach.
 
     Attributes:
@@ -47,7 +46,7 @@ class PagedStorage(Storage):
         super().__init__(spec)
         self.device = torch.device(spec.device)
         self.dtype = getattr(torch, spec.dtype)
-        self.pool = BlockPool(spec.geometry, spec.block_size, spec.num_blocks, self.allocate)
+        self.pool: Pool = self.make_pool()
         self.kernel = self.make_kernel()
         self.tier = self.make_tier()
         self._highest_block = 0
@@ -56,6 +55,10 @@ class PagedStorage(Storage):
             self.pool.commit(self._highest_block)
 
     # -- what a device may do differently ------------------------------------------------------------------
+
+    def make_pool(self) -> Pool:
+        """Take the memory."""
+        return BlockPool(self.spec.geometry, self.spec.block_size, self.spec.num_blocks, self.allocate)
 
     def allocate(self, num_elements: int) -> torch.Tensor:
         """Return so many zeros as a flat tensor on the device."""
@@ -105,7 +108,7 @@ class PagedStorage(Storage):
             self._highest_block = max(self._highest_block, highest)
         if copies:
             self.order()
-            self.pool.copy_rows(copies)
+            self.pool.copy_rows(copies, self.upload)
 
     @override
     def truncate(self, slot: None, num_tokens: int) -> None:
@@ -129,7 +132,7 @@ class PagedStorage(Storage):
     @override
     def write(self, batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.order()
-        self._scatter(layer, batch.slot_mapping, key, value)
+        self.pool.write(layer, batch.slot_mapping, key, value)
 
     def write_slots(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store rows at slots of the caller's own choosing; what he asks for has to be his.
@@ -148,14 +151,14 @@ class PagedStorage(Storage):
         """
         if slots.dtype is not torch.int64:
             raise ShapeError(f"slots must be int64, not {slots.dtype}")
-        for name, rows, stored in (
-            ("key", key, self.pool.key_slots(layer)),
-            ("value", value, self.pool.value_slots(layer)),
-        ):
-            wanted = (len(slots), *stored.shape[1:])
-            if slots.ndim != 1 or rows.shape != wanted or rows.dtype is not stored.dtype:
+        stored = self.spec.geometry.layer_spec(layer)
+        if stored is None or self.spec.geometry.producer(layer) != layer:
+            raise ShapeError(f"layer {layer} caches nothing of its own, so there is nothing to write to")
+        for name, rows, dim in (("key", key, stored.head_dim), ("value", value, stored.value_head_dim)):
+            wanted = (len(slots), stored.num_kv_heads, dim)
+            if slots.ndim != 1 or rows.shape != wanted or rows.dtype is not self.dtype:
                 raise ShapeError(
-                    f"{len(slots)} slots need a {name} of {list(wanted)} in {stored.dtype}, "
+                    f"{len(slots)} slots need a {name} of {list(wanted)} in {self.dtype}, "
                     f"not {list(rows.shape)} in {rows.dtype}"
                 )
         size = self.spec.block_size
@@ -168,16 +171,13 @@ class PagedStorage(Storage):
         self.order()
         slots = slots.to(self.device)
         held = (slots >= size) & (slots <= last)
-        self._scatter(layer, torch.where(held, slots, self.pool.trash_slot), key, value)
-
-    def _scatter(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.pool.key_slots(layer).index_copy_(0, slots, key)
-        self.pool.value_slots(layer).index_copy_(0, slots, value)
+        self.pool.write(layer, torch.where(held, slots, self.pool.trash_slot), key, value)
 
     @override
     def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         if batch.num_tokens == 0:
-            return query.new_empty(0, query.shape[1], self.pool.value(layer).shape[-1])
+            spec = self.spec.geometry.layer_spec(layer)
+            return query.new_empty(0, query.shape[1], spec.value_head_dim if spec else 0)
         self.order()
         return self.kernel.attend(batch, layer, query, scale, window)
 
@@ -186,9 +186,7 @@ class PagedStorage(Storage):
         self, slot: None, blocks: Sequence[int], num_tokens: int, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.order()
-        used = -(-num_tokens // self.spec.block_size)
-        ids = self.upload(torch.tensor(blocks[:used], dtype=torch.int64))
-        return gather_rows(self.pool.key(layer), ids, num_tokens), gather_rows(self.pool.value(layer), ids, num_tokens)
+        return self.pool.gather(layer, blocks, num_tokens, self.upload)
 
     # -- the host tier -----------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def test_the_described_layout_is_where_the_blocks_are(pool: BlockPool) -> None:
 def test_a_copy_takes_the_asked_rows_in_every_layer_and_nothing_else(pool: BlockPool) -> None:
     number_everything(pool)
     before = {layer: [blocks.clone() for blocks in both(pool, layer)] for layer in LAYERS}
-    pool.copy_rows([BlockCopy(source=2, target=5, rows=3)])
+    pool.copy_rows([BlockCopy(source=2, target=5, rows=3)], as_is)
     for layer in LAYERS:
         for blocks, old in zip(both(pool, layer), before[layer], strict=True):
             old[5, :3] = old[2, :3]

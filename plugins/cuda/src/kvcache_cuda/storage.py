@@ -13,7 +13,7 @@ from typing_extensions import override
 from kvcache_core.budget import format_bytes
 from kvcache_core.errors import BackendUnavailableError, ConfigError, ShapeError
 from kvcache_core.host_memory import host_memory
-from kvcache_core.paged import AttentionKernel, PagedStorage, ReferenceKernel
+from kvcache_core.paged import AttentionKernel, BlockPool, PagedStorage, ReferenceKernel
 from kvcache_core.paged.host import lazy_zeros
 from kvcache_core.paged.host_tier import HostTier
 from kvcache_core.plugin import Batch, DeviceMemory, KvCacheHandle, StorageSpec
@@ -38,6 +38,7 @@ class CudaStorage(PagedStorage):
 
     handle_type: ClassVar[type[KvCacheHandle]] = CudaKvCacheHandle
     capabilities: ClassVar[frozenset[str]] = CAPABILITIES
+    pool: BlockPool
 
     def __init__(self, spec: StorageSpec) -> None:
         device = torch.device(spec.device)
