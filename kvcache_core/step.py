@@ -65,8 +65,10 @@ class Step:
         self._handles = handles
         self._transaction = transaction
         self._batch = batch
-        self._storage = manager.storage
+        self._storage = storage = manager.storage
+        self._dtype, self._device = storage.dtype, storage.device
         self._written: set[int] = set()
+        self._store = manager.store
         self._generation = manager.store.generation
 
     @cached_property
@@ -257,8 +259,7 @@ class Step:
         """
         self._require_readable("gather")
         producer = self._written_producer(layer)
-        segment = self._batch.segments[self._index(handle)]
-        return self._storage.gather(segment.slot, segment.blocks, segment.stop, producer)
+        return self._storage.context(self._batch, self._index(handle), producer)
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -293,7 +294,7 @@ class Step:
             raise StepError(
                 f"commit needs every layer written; missing: {_ranges(missing)}. Write them, or abort the step"
             )
-        store, transaction = self._manager.store, self._transaction
+        store, transaction = self._store, self._transaction
         try:
             store.finish(transaction, keep=True)
         except BaseException:
@@ -309,7 +310,7 @@ class Step:
             StepError: The step is not open.
         """
         self._require_open("abort")
-        self._manager.store.finish(self._transaction, keep=False)
+        self._store.finish(self._transaction, keep=False)
 
     def __enter__(self) -> Step:
         return self
@@ -338,12 +339,12 @@ class Step:
 
     @property
     def _can_abort(self) -> bool:
-        store = self._manager.store
+        store = self._store
         return self.state == "open" and store.unusable is None and self._generation == store.generation
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and hasattr(self, "_transaction") and self._can_abort:
-            self._manager.store.release_dropped(self._transaction)
+            self._store.release_dropped(self._transaction)
             warnings.warn(
                 "a step was dropped without commit() or abort(); it has been rolled back",
                 ResourceWarning,
@@ -374,7 +375,7 @@ class Step:
             raise StepError(f"{operation} is not possible any more: a handle of this step has changed since")
 
     def _require_current(self, operation: str) -> None:
-        store = self._manager.store
+        store = self._store
         store.require_usable()
         if self._generation != store.generation:
             raise HandleError(
@@ -383,6 +384,8 @@ class Step:
 
     def _written_producer(self, layer: int) -> int:
         """Return the layer whose K and V `layer` reads, if it was written in this step."""
+        if type(layer) is int and layer in self._written:
+            return layer
         producer = self._manager.geometry.producer(layer)
         if producer is None:
             raise ShapeError(f"layer {layer} caches nothing, so there is nothing to read")
@@ -402,6 +405,20 @@ class Step:
         raise StepError(f"{handle!r} is not part of this step")
 
     def _checked(self, layer: int, name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+        try:
+            if (
+                tensor.shape == shape
+                and tensor.dtype is self._dtype
+                and tensor.device == self._device
+                and not tensor.requires_grad
+            ):
+                return tensor
+        except AttributeError:  # no tensor
+            pass
+        return self._converted(layer, name, tensor, shape)
+
+    def _converted(self, layer: int, name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+        """Return the tensor in the stored dtype, if that is allowed and all that is wrong with it."""
         require_tensor(layer, name, tensor)
         if tensor.shape != shape:
             raise ShapeError(f"layer {layer}: {name} must be {list(shape)}, not {list(tensor.shape)}")
@@ -411,19 +428,16 @@ class Step:
                 "run the model under torch.no_grad(), or detach it"
             )
         self._check_device(layer, name, tensor)
-        stored = self._storage.dtype
-        if tensor.dtype is not stored:
-            if not self._manager.allow_dtype_cast or not tensor.is_floating_point():
-                raise ShapeError(
-                    f"layer {layer}: {name} is {tensor.dtype} and the cache stores {stored}; "
-                    "convert it, choose the cache's dtype to match, or set allow_dtype_cast"
-                )
-            tensor = tensor.to(stored)
-        return tensor
+        if not self._manager.allow_dtype_cast or not tensor.is_floating_point():
+            raise ShapeError(
+                f"layer {layer}: {name} is {tensor.dtype} and the cache stores {self._dtype}; "
+                "convert it, choose the cache's dtype to match, or set allow_dtype_cast"
+            )
+        return tensor.to(self._dtype)
 
     def _check_device(self, layer: int, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device != self._storage.device:
-            raise ShapeError(f"layer {layer}: {name} is on {tensor.device} and the cache is on {self._storage.device}")
+        if tensor.device != self._device:
+            raise ShapeError(f"layer {layer}: {name} is on {tensor.device} and the cache is on {self._device}")
 
 
 def require_tensor(layer: int, name: str, value: object) -> None:

@@ -256,6 +256,14 @@ class Storage(ABC):
         Exactly the first `num_tokens` tokens of the sequence; views where `dense_is_view`, else copies.
         """
 
+    def context(self, batch: Batch, index: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `gather` would for sequence `index` of a step, with the step's new tokens.
+
+        Overridden where `plan` has it at hand, since models that bring their own attention ask in every layer.
+        """
+        segment = batch.segments[index]
+        return self.gather(segment.slot, segment.blocks, segment.stop, layer)
+
     # -- the host tier, for the capability "swap" ----------------------------------------------------------
 
     def swap_out(self, slot: Any, blocks: Sequence[int], num_tokens: int) -> Any:

@@ -10,10 +10,12 @@ from kvcache_core.storage import Storage
 __all__ = ["CALLS", "CALLS_THAT_MAY_FAIL_LATE", "FailingStorage", "InjectedFault"]
 
 #: Every call of core into a storage that does work, and may therefore fail.
-CALLS = frozenset({"open", "fork", "reserve", "truncate", "close", "scrub", "plan", "write", "attend", "gather"})
+CALLS = frozenset(
+    {"open", "fork", "reserve", "truncate", "close", "scrub", "plan", "write", "attend", "gather", "context"}
+)
 
 #: Calls that may also fail after they have done their work: what they leave behind lies beyond every length.
-CALLS_THAT_MAY_FAIL_LATE = frozenset({"plan", "write", "attend", "gather"})
+CALLS_THAT_MAY_FAIL_LATE = frozenset({"plan", "write", "attend", "gather", "context"})
 
 
 class InjectedFault(RuntimeError):

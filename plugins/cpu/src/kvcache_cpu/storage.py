@@ -149,6 +149,11 @@ class CpuStorage(Storage):
         key, value = keys[group][index], values[group][index]
         return key.narrow(1, 0, num_tokens).transpose(0, 1), value.narrow(1, 0, num_tokens).transpose(0, 1)
 
+    @override
+    def context(self, batch: Batch, index: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts: tuple[StepViews, ...] = batch.plan
+        return parts[index].context(layer)
+
     def describe(self, slot: Slot) -> SlotMemory:
         """Return what a sequence's memory is like at the moment."""
         return self._memory.describe(slot)
