@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 from benchmarks._measure import Figure
 from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.paged import PagedStorage
 from kvcache_core.plugin import Batch, DeviceMemory, StorageSpec
-from kvcache_core.prefix_cache import PrefixSettings
 
 __all__ = ["measure", "trace"]
 
@@ -97,7 +97,7 @@ def run_trace(prompts: Sequence[list[int]], block_size: int = BLOCK_SIZE) -> dic
         dtype="float32",
         device="cpu",
     )
-    settings = PrefixSettings(enabled=True, namespace="model")
+    settings = PrefixCacheConfig(enabled=True, namespace="model")
     with KvCacheManager(BooksOnly(spec), prefix=settings) as cache:
         gc.collect()
         gc.disable()

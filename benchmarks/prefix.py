@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks._measure import Figure, interleaved
 from benchmarks.bookkeeping import BooksOnly
 from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.plugin import StorageSpec
 from kvcache_core.prefix import PrefixKey
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.prefix_index import PrefixIndex
 from kvcache_core.sequence import CachedSequence
 
@@ -107,7 +107,7 @@ def _cache(num_blocks: int) -> KvCacheManager:
         dtype="float32",
         device="cpu",
     )
-    return KvCacheManager(NoStorage(spec), prefix=PrefixSettings(enabled=True, namespace="model"))
+    return KvCacheManager(NoStorage(spec), prefix=PrefixCacheConfig(enabled=True, namespace="model"))
 
 
 def _prompt(number: int) -> array[int]:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["Budget", "CacheConfig", "ConfigValues", "PrefixCacheConfig", "PressureThresholds"]
 
 _DEFAULT_BUDGET = Budget("blocks", 1000)
+#: A number of things that may be none.
+CountOrNone = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
 _SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -69,8 +72,11 @@ class PrefixCacheConfig(FrozenModel):
         description="Whether finished sequences are kept for reuse until their room is needed, and prompts look for "
         "cached prefixes. Has no effect for models whose keys cannot be reused (`geometry.prefix_reusable`).",
     )
-    max_prefixes: Count = Field(default=1000, description="Finished sequences that are kept at most.")
-    min_prefix_length: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = Field(
+    max_prefixes: CountOrNone = Field(
+        default=1000,
+        description="Finished sequences that are kept at most; with 0, prompts find only what live ones hold.",
+    )
+    min_prefix_length: CountOrNone = Field(
         default=0, description="Tokens below which a prefix is neither kept nor found."
     )
     prefix_ttl_seconds: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
@@ -336,6 +342,29 @@ class CacheConfig(FrozenModel):
         origins |= {(name,): "argument" for name in kept if not self._origins.origin((name,))}
         changed = from_arguments(changes)
         return self._of(Source(kept | changed.values, origins | changed.origins))
+
+    # -- what follows from it ----------------------------------------------------------------------------
+
+    @property
+    def length_limit(self) -> int | None:
+        """Tokens that a sequence may hold whatever the budget: what is configured, else what the model was made for."""
+        return self.max_sequence_length or (self.geometry.max_position_embeddings if self.geometry else None)
+
+    def longest_sequence(self, budget_tokens: int) -> int:
+        """Tokens that one sequence may hold where the budget holds so many.
+
+        Raises:
+            ConfigError: `max_sequence_length` is more than the budget holds.
+        """
+        asked = self.max_sequence_length
+        if asked is not None and asked > budget_tokens:
+            raise ConfigError(
+                f"max_sequence_length {asked} is more than the {budget_tokens} tokens that budget {self.budget} holds; "
+                "raise the budget or lower the length",
+                key="max_sequence_length",
+                origin=self.origin("max_sequence_length"),
+            )
+        return min(self.length_limit or budget_tokens, budget_tokens)
 
     def with_geometry(self, geometry: CacheGeometry) -> Self:
         """A copy for a model of this geometry."""

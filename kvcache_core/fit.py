@@ -17,7 +17,6 @@ __all__ = [
     "block_size_for",
     "check_device",
     "check_geometry",
-    "device_fits",
     "dtype_for",
 ]
 
@@ -51,15 +50,6 @@ class Wishes(Protocol):
 
 def _device_type(device: str) -> str:
     return device.partition(":")[0]
-
-
-def device_fits(asked: str, offered: str) -> bool:
-    """Whether a concrete device is what was asked for: any device, any of a type, or one with its index."""
-    if asked in (_AUTO, offered):
-        return True
-    wanted, offer = asked.split(":"), offered.split(":")
-    # A device type with a single device, such as "cpu", may be spelled with or without its index 0.
-    return wanted[0] == offer[0] and (len(wanted) == 1 or (len(offer) == 1 and int(wanted[1]) == 0))
 
 
 def check_device(wishes: Wishes, backend: Backend) -> None:

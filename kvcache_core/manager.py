@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
-from kvcache_core.eviction import CacheEvictionPolicy, LruPolicy
+from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
+from kvcache_core.names import device_fits
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.pressure import PressureCallback, PressureMonitor
 from kvcache_core.sequence import AllocationRequest, CachedSequence, HandleState
 from kvcache_core.sequence_store import SequenceStore
@@ -44,7 +45,7 @@ class KvCacheManager:
         allow_dtype_cast: Whether writes convert floating tensors of another dtype to the stored one.
         pressure_thresholds: Shares of the budget from which pressure is medium, high and critical.
         prefix: How prefixes are kept and found; by default not at all.
-        eviction_policy: Which cached prefixes go first; least recently used when None.
+        eviction_policy: Which cached prefixes go first; the one that `prefix` names when None.
 
     Attributes:
         backend: The backend's name.
@@ -60,18 +61,15 @@ class KvCacheManager:
         backend: str = "custom",
         allow_dtype_cast: bool = False,
         pressure_thresholds: tuple[float, float, float] = (0.6, 0.8, 0.95),
-        prefix: PrefixSettings | None = None,
+        prefix: PrefixCacheConfig | None = None,
         eviction_policy: CacheEvictionPolicy | None = None,
     ) -> None:
         self.backend = backend
         self.storage = storage
         self.allow_dtype_cast = allow_dtype_cast
-        self.store = SequenceStore(
-            storage,
-            PressureMonitor(pressure_thresholds),
-            prefix or PrefixSettings(enabled=False),
-            eviction_policy or LruPolicy(),
-        )
+        prefix = prefix or PrefixCacheConfig(enabled=False)
+        policy = eviction_policy or EVICTION_POLICIES[prefix.eviction_policy]()
+        self.store = SequenceStore(storage, PressureMonitor(pressure_thresholds), prefix, policy)
         self._reported = (0, 0)
         self._own_specs = _own_specs(storage.spec.geometry)
         self._fixed = self._fixed_for_requests()
@@ -470,7 +468,7 @@ class KvCacheManager:
     def _prefix_key(self, request: AllocationRequest) -> PrefixKey | None:
         """What blocks of this prompt can be found by, or None if by nobody."""
         settings = self.store.prefixes.settings
-        if settings.cross_request_sharing:
+        if settings.enable_cross_request_sharing:
             return request.prefix_key(settings.namespace)
         if request.request_id is None:  # the id that is made up for it will never be asked for again
             return None
@@ -499,8 +497,9 @@ class KvCacheManager:
             raise TypeError("give either an AllocationRequest or its fields, not both")
         for name, actual in self._fixed.items():
             asked = getattr(request, name)
-            if asked is not None and _text(asked) != actual:
-                raise ShapeError(f"the request asks for {name}={asked} and the cache's is {actual}")
+            if asked is None or _text(asked) == actual or (name == "device" and device_fits(_text(asked), actual)):
+                continue
+            raise ShapeError(f"the request asks for {name}={asked} and the cache's is {actual}")
         if self._max_tokens(request) > self.max_sequence_length:
             raise ShapeError(
                 f"the request asks for max_sequence_length={request.max_sequence_length} and the cache's is "

@@ -1,4 +1,4 @@
-"""Names of backends and distributions: one spelling for look-up, blocking, extras and collisions.
+"""Names of backends and distributions: one spelling for look-up, blocking, extras and collisions; and of devices.
 
 Entry-point names are free text and case-sensitive, distribution names are not; users mix the two. Everything
 is compared in the form of `canonical`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["AUTO", "Request", "canonical", "name_problem", "parse_request"]
+__all__ = ["AUTO", "Request", "canonical", "device_fits", "name_problem", "parse_request"]
 
 #: The request that leaves the choice of backend to core.
 AUTO = "auto"
@@ -47,3 +47,12 @@ def parse_request(text: str) -> Request:
     """Split `"name"` or `"distribution:name"`; anything can be asked for, so nothing is refused here."""
     distribution, colon, name = text.rpartition(":")
     return Request(canonical(distribution) if colon and distribution.strip() else None, canonical(name))
+
+
+def device_fits(asked: str, offered: str) -> bool:
+    """Whether a concrete device is what was asked for: any device, any of a type, or one with its index."""
+    if asked in (AUTO, offered):
+        return True
+    wanted, offer = asked.split(":"), offered.split(":")
+    # A device type with a single device, such as "cpu", may be spelled with or without its index 0.
+    return wanted[0] == offer[0] and (len(wanted) == 1 or (len(offer) == 1 and wanted[1:] == ["0"]))

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcache_core.config import CacheConfig
 from kvcache_core.errors import ConfigError
-from kvcache_core.eviction import EVICTION_POLICIES
 from kvcache_core.manager import KvCacheManager
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.registry import BackendRegistry, get_registry
 from kvcache_core.selection import choose
 from kvcache_core.storage import StorageSpec
@@ -71,7 +69,7 @@ def open_cache(
             geometry=geometry,
             block_size=selection.block_size,
             num_blocks=num_blocks,
-            max_sequence_length=_longest_sequence(config, num_blocks * selection.block_size),
+            max_sequence_length=config.longest_sequence(num_blocks * selection.block_size),
             dtype=selection.dtype,
             device=selection.device,
             initial_blocks=min(config.initial_blocks, num_blocks),
@@ -79,35 +77,11 @@ def open_cache(
             options=selection.options,
         )
     )
-    pressure, prefix = config.pressure, config.prefix
+    pressure = config.pressure
     return KvCacheManager(
         storage,
         backend=selection.backend.name,
         allow_dtype_cast=config.allow_dtype_cast,
         pressure_thresholds=(pressure.medium, pressure.high, pressure.critical),
-        prefix=PrefixSettings(
-            enabled=prefix.enabled and geometry.prefix_reusable,
-            max_prefixes=prefix.max_prefixes,
-            min_prefix_length=prefix.min_prefix_length,
-            ttl_seconds=prefix.prefix_ttl_seconds,
-            cross_request_sharing=prefix.enable_cross_request_sharing,
-            namespace=prefix.namespace,
-        ),
-        eviction_policy=EVICTION_POLICIES[prefix.eviction_policy](),
+        prefix=config.prefix,
     )
-
-
-def _longest_sequence(config: CacheConfig, budget_tokens: int) -> int:
-    """Tokens that one sequence may hold: what is configured, else what the model was made for, within the budget."""
-    asked = config.max_sequence_length
-    if asked is None:
-        own = config.geometry.max_position_embeddings if config.geometry else None
-        return min(own or budget_tokens, budget_tokens)
-    if asked > budget_tokens:
-        raise ConfigError(
-            f"max_sequence_length {asked} is more than the {budget_tokens} tokens that budget {config.budget} holds; "
-            "raise the budget or lower the length",
-            key="max_sequence_length",
-            origin=config.origin("max_sequence_length"),
-        )
-    return asked

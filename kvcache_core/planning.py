@@ -160,16 +160,16 @@ def plan_config(
         raise ConfigError(
             "geometry is missing: give a model's config, or num_layers, num_kv_heads and head_dim", key="geometry"
         )
-    limit = _length_limit(config, geometry)
+    limit = config.length_limit
     if lengths is None:
         lengths = () if limit is None else limit
     demand = _Demand(lengths=_each(lengths), sequences=sequences, shared_prefix=shared_prefix)
-    demand.check(config, geometry)
+    demand.check(config)
     terms = _asked(config, geometry, registry) if canonical(config.backend) != AUTO else _assumed(config, geometry)
     reused = demand.shared_prefix if geometry.prefix_reusable else 0
     sizing = Sizing(terms.block_size, terms.bytes_per_token, reused)
     only_need = demand.sequences is not None and config.origin("budget") == "default"
-    capacity = None if only_need else _capacity(config, geometry, terms, sizing)
+    capacity = None if only_need else _capacity(config, terms, sizing)
     return CachePlan(
         model=geometry.model,
         backend=terms.backend.name if terms.backend else None,
@@ -246,11 +246,6 @@ def _asked(config: CacheConfig, geometry: CacheGeometry, registry: BackendRegist
     )
 
 
-def _length_limit(config: CacheConfig, geometry: CacheGeometry) -> int | None:
-    """The longest sequence that is allowed whatever the budget."""
-    return config.max_sequence_length or geometry.max_position_embeddings
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Demand:
     """The sequences that are planned for."""
@@ -259,7 +254,7 @@ class _Demand:
     sequences: int | None
     shared_prefix: int
 
-    def check(self, config: CacheConfig, geometry: CacheGeometry) -> None:
+    def check(self, config: CacheConfig) -> None:
         """Raise ShapeError unless caches of this configuration could hold such sequences, given the memory."""
         for length in self.lengths:
             check_count("length", length, least=1)
@@ -268,7 +263,7 @@ class _Demand:
         check_count("shared_prefix", self.shared_prefix)
         if not self.lengths and (self.sequences is not None or self.shared_prefix):
             raise ShapeError("the length of the sequences is missing, and neither configuration nor model limits it")
-        limit = _length_limit(config, geometry)
+        limit = config.length_limit
         longest, shortest = max(self.lengths, default=0), min(self.lengths, default=None)
         if limit is not None and longest > limit:
             key = "max_sequence_length" if config.max_sequence_length else "geometry.max_position_embeddings"
@@ -304,7 +299,7 @@ def _each(numbers: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(numbers) if several else (numbers,)  # type: ignore[arg-type, return-value]
 
 
-def _capacity(config: CacheConfig, geometry: CacheGeometry, terms: _Terms, sizing: Sizing) -> Capacity:
+def _capacity(config: CacheConfig, terms: _Terms, sizing: Sizing) -> Capacity:
     total_blocks = config.budget.resolve(
         bytes_per_block=sizing.bytes_per_block,
         block_size=sizing.block_size,
@@ -312,20 +307,12 @@ def _capacity(config: CacheConfig, geometry: CacheGeometry, terms: _Terms, sizin
         origin=config.origin("budget"),
     )
     total_tokens = total_blocks * sizing.block_size
-    asked = config.max_sequence_length
-    if asked is not None and asked > total_tokens:
-        raise ConfigError(
-            f"max_sequence_length {asked} does not fit budget {config.budget}, which holds {total_tokens} tokens; "
-            "raise the budget or lower the length",
-            key="max_sequence_length",
-            origin=config.origin("max_sequence_length"),
-        )
     return Capacity(
         budget=config.budget.to_plain(),
         total_blocks=total_blocks,
         total_bytes=total_blocks * sizing.bytes_per_block,
         total_tokens=total_tokens,
-        longest_sequence=min(_length_limit(config, geometry) or total_tokens, total_tokens),
+        longest_sequence=config.longest_sequence(total_tokens),
     )
 
 

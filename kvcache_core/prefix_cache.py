@@ -8,48 +8,17 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvcache_core.books import Books
-from kvcache_core.errors import ConfigError
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.eviction import CacheEvictionPolicy, EvictionCandidate
-from kvcache_core.prefix import KeyValue, PrefixExplanation, PrefixKey
+from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.prefix_index import PrefixIndex, PrefixNode
 from kvcache_core.sequence import CachedSequence
 from kvcache_core.storage import Storage
 
-__all__ = ["PrefixCache", "PrefixHit", "PrefixSettings"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefixSettings:
-    """How prefixes are kept and found.
-
-    Attributes:
-        enabled: Whether prompts reuse what earlier sequences stored.
-        max_prefixes: Finished sequences kept at most.
-        min_prefix_length: Tokens below which a prefix is neither kept nor found.
-        ttl_seconds: Seconds without use after which a kept prefix is dropped, or None for never.
-        cross_request_sharing: Whether a prompt finds what sequences with another request id stored.
-        namespace: Identity of the model, part of every key.
-
-    Raises:
-        ConfigError: A number is negative, or the namespace is not of a type that a key may have.
-    """
-
-    enabled: bool = False
-    max_prefixes: int = 1000
-    min_prefix_length: int = 0
-    ttl_seconds: float | None = None
-    cross_request_sharing: bool = True
-    namespace: KeyValue = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_prefixes", "min_prefix_length", "ttl_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} must be at least 0, not {value!r}", key=f"prefix.{name}")
-        PrefixKey(namespace=self.namespace)
+__all__ = ["PrefixCache", "PrefixHit"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +56,7 @@ class PrefixCache:
         books: Books,
         storage: Storage,
         live: Mapping[str, CachedSequence],
-        settings: PrefixSettings,
+        settings: PrefixCacheConfig,
         policy: CacheEvictionPolicy,
     ) -> None:
         self.settings = settings
@@ -117,7 +86,7 @@ class PrefixCache:
         """Switch reuse on or off; off drops what is kept."""
         if not enabled:
             self.clear()
-        self.settings = replace(self.settings, enabled=enabled)
+        self.settings = self.settings.model_copy(update={"enabled": enabled})
 
     # -- finding -----------------------------------------------------------------------------------------
 
@@ -322,7 +291,7 @@ class PrefixCache:
 
     def expire(self) -> None:
         """Drop what was not used for longer than the time to live."""
-        ttl = self.settings.ttl_seconds
+        ttl = self.settings.prefix_ttl_seconds
         if ttl is None:
             return
         oldest = time.time() - ttl

@@ -31,7 +31,7 @@ from kvcache_core.errors import (
 )
 from kvcache_core.fit import Wishes
 from kvcache_core.loading import plugin_code
-from kvcache_core.names import AUTO, canonical
+from kvcache_core.names import AUTO, canonical, device_fits
 from kvcache_core.options import validate_options
 from kvcache_core.plugin import Available, ProbeRequest, ProbeResult, Unavailable
 from kvcache_core.registry import Backend, BackendRegistry, get_registry
@@ -178,7 +178,7 @@ def _options(config: Wishes, registry: BackendRegistry, backend: Backend) -> Bas
 def _usable(registry: BackendRegistry, backend: Backend, request: ProbeRequest) -> Available:
     """Return what the backend's probe found, or raise why it cannot run."""
     result = probe(registry, backend, request)
-    if isinstance(result, Available) and not fit.device_fits(request.device, result.device):
+    if isinstance(result, Available) and not device_fits(request.device, result.device):
         reason = f"it would use device {result.device!r}, not {request.device!r} as asked"
         result = Unavailable(code="other-device", reason=reason)
     if isinstance(result, Unavailable):

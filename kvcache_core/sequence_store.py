@@ -15,11 +15,12 @@ from kvcache_core.allocator import BlockAllocator
 from kvcache_core.audit import audit_books, audit_prefixes
 from kvcache_core.block_table import blocks_for
 from kvcache_core.books import Books
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import CacheFullError, HandleError, ShapeError, StepError
 from kvcache_core.eviction import CacheEvictionPolicy
 from kvcache_core.locking import Guard, process_generation
 from kvcache_core.prefix import PrefixKey
-from kvcache_core.prefix_cache import PrefixCache, PrefixSettings
+from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.pressure import PressureMonitor
 from kvcache_core.sequence import CachedSequence, HandleState, check_request_id, unique_id
 from kvcache_core.stats import CacheHandleStats
@@ -51,7 +52,7 @@ class SequenceStore:
         self,
         storage: Storage,
         pressure: PressureMonitor,
-        prefix_settings: PrefixSettings,
+        prefix_settings: PrefixCacheConfig,
         eviction_policy: CacheEvictionPolicy,
     ) -> None:
         spec = storage.spec

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvcache_core import KvCacheHandle, KvCacheManager, PrefixExplanation
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.plugin import Storage, StorageSpec
-from kvcache_core.prefix_cache import PrefixSettings
 from tests.caches import StorageMaker, make_cache
 from tests.storages.int8 import Int8Storage
 from tests.storages.paged import PagedStorage
@@ -42,11 +42,11 @@ STORAGES: dict[str, StorageMaker] = {
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
-ON = PrefixSettings(enabled=True)
+ON = PrefixCacheConfig(enabled=True)
 
 
 def make_prefix_cache(
-    *storage: Any, prefix: PrefixSettings = ON, settings: dict[str, Any] | None = None, **spec: Any
+    *storage: Any, prefix: PrefixCacheConfig = ON, settings: dict[str, Any] | None = None, **spec: Any
 ) -> Any:
     """`make_cache` with prefix reuse."""
     return make_cache(*storage, settings={"prefix": prefix, **(settings or {})}, **spec)

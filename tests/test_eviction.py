@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcache_core import CacheFullError, KvCacheManager
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.eviction import EVICTION_POLICIES, EvictionCandidate, LruPolicy, PriorityLruPolicy
-from kvcache_core.prefix_cache import PrefixSettings
 from tests.caches import StorageFailed, failing
 from tests.prompts import STORAGES, assert_reads, fill, hit, layers_for, make_prefix_cache, peek, publish, stored
 from tests.storages.paged import PagedStorage
@@ -123,7 +123,7 @@ def test_nothing_is_evicted_while_blocks_are_free(new_cache: MakeCache) -> None:
 
 
 def test_mlx_lm_1495_a_hit_refreshes_and_a_miss_does_not(new_cache: MakeCache) -> None:
-    cache = new_cache(16, prefix=PrefixSettings(enabled=True, max_prefixes=3))
+    cache = new_cache(16, prefix=PrefixCacheConfig(enabled=True, max_prefixes=3))
     hot, *others = [prompt(name, 1) for name in range(6)]
     publish(cache, hot)
     publish(cache, others[0])
@@ -239,7 +239,7 @@ def test_what_several_requests_stored_has_the_highest_of_their_priorities(new_ca
 
 
 def test_a_newcomer_that_the_policy_values_least_is_not_kept(new_cache: MakeCache) -> None:
-    prefix = PrefixSettings(enabled=True, max_prefixes=1)
+    prefix = PrefixCacheConfig(enabled=True, max_prefixes=1)
     cache = new_cache(8, prefix=prefix, settings={"eviction_policy": PriorityLruPolicy()})
     publish(cache, prompt(1, 2), priority=1)
     publish(cache, prompt(2, 2), priority=0)
@@ -493,7 +493,7 @@ def test_a_policy_may_spare_and_may_name_what_is_gone(new_cache: MakeCache) -> N
 
 def test_a_policy_that_spares_all_does_not_lift_the_limit(new_cache: MakeCache) -> None:
     policy = Recording(lambda known: [])
-    prefix = PrefixSettings(enabled=True, max_prefixes=1)
+    prefix = PrefixCacheConfig(enabled=True, max_prefixes=1)
     cache = new_cache(8, prefix=prefix, settings={"eviction_policy": policy})
     publish(cache, prompt(1, 2))
     publish(cache, prompt(2, 2))

@@ -59,6 +59,7 @@ def test_a_request_and_its_fields_are_the_same(cache: KvCacheManager) -> None:
     [
         {"num_layers": 3, "num_heads": 2, "head_dim": 8},
         {"device": "cpu", "dtype": "float32"},
+        {"device": "cpu:0"},
         {"device": torch.device("cpu"), "dtype": torch.float32},
         {"max_sequence_length": 48},
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache_core.names import Request, canonical, name_problem, parse_request
+from kvcache_core.names import Request, canonical, device_fits, name_problem, parse_request
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,22 @@ def test_names_a_backend_can_have(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "auto", "Auto", "1a", "a b", "-a", "a-", "\u212a", "a\nb", "é"])
 def test_names_a_backend_cannot_have(name: str) -> None:
     assert name_problem(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "offered", "fits"),
+    [
+        ("auto", "mps", True),
+        ("cuda", "cuda:0", True),
+        ("cuda", "cuda:3", True),
+        ("cuda:3", "cuda:3", True),
+        ("cuda:1", "cuda:0", False),
+        ("cpu:0", "cpu", True),
+        ("cpu:1", "cpu", False),
+        ("cpu:x", "cpu", False),
+        ("cpu", "cuda:0", False),
+        ("cud", "cuda:0", False),
+    ],
+)
+def test_a_device_fits_what_names_it_or_its_type(asked: str, offered: str, fits: bool) -> None:
+    assert device_fits(asked, offered) is fits

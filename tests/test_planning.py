@@ -24,9 +24,9 @@ from kvcache_core import (
     UnknownBackendError,
     open_cache,
 )
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.planning import plan, plan_config
 from kvcache_core.plugin import Available, BackendDescriptor, Storage, Unavailable
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.registry import BackendRegistry
 from kvcache_core.sizing import Sizing
 from tests.caches import GEOMETRY, MIXED, NewCache, grow, raising
@@ -133,7 +133,7 @@ def fill(cache: KvCacheManager, length: int, prefix: int) -> list[KvCacheHandle]
 
 
 def paged_cache(new_cache: NewCache, num_blocks: int) -> KvCacheManager:
-    settings = {"prefix": PrefixSettings(enabled=True, namespace="test")}
+    settings = {"prefix": PrefixCacheConfig(enabled=True, namespace="test")}
     return new_cache(num_blocks=num_blocks, block_size=4, settings=settings)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_core import CacheFullError, CacheGeometry, ConfigError, HandleError, KvCacheManager, ShapeError, StepError
-from kvcache_core.prefix_cache import PrefixSettings
+from kvcache_core import CacheFullError, CacheGeometry, HandleError, KvCacheManager, ShapeError, StepError
+from kvcache_core.config import PrefixCacheConfig
 from tests.caches import GEOMETRY, MIXED, StorageFailed, failing, raising
 from tests.prompts import (
-    ON,
     STORAGES,
     assert_reads,
     explain,
@@ -64,8 +63,8 @@ def paged() -> Iterator[KvCacheManager]:
         assert made.audit() == ()
 
 
-def on(**settings: Any) -> PrefixSettings:
-    return PrefixSettings(enabled=True, **settings)
+def on(**settings: Any) -> PrefixCacheConfig:
+    return PrefixCacheConfig(enabled=True, **settings)
 
 
 PROMPT = tuple(range(100, 110))
@@ -88,7 +87,7 @@ def test_a_prompt_starts_with_what_an_earlier_one_stored(cache: KvCacheManager, 
 
 
 def test_reuse_is_off_unless_switched_on() -> None:
-    with make_prefix_cache(prefix=PrefixSettings()) as cache:
+    with make_prefix_cache(prefix=PrefixCacheConfig(enabled=False)) as cache:
         publish(cache, PROMPT)
         assert hit(cache, PROMPT) == 0
         assert explain(cache, PROMPT).reason == "disabled"
@@ -256,7 +255,7 @@ def test_requests_may_differ_in_how_long_they_may_grow(new_cache: MakeCache) -> 
 
 
 def test_memory_that_was_opened_for_fewer_tokens_serves_no_longer_request(new_cache: MakeCache) -> None:
-    cache = new_cache(prefix=PrefixSettings())
+    cache = new_cache(prefix=PrefixCacheConfig(enabled=False))
     short = cache.allocate(max_sequence_length=12)
     cache.enable_prefix_caching()
     fill(short, PROMPT)
@@ -462,7 +461,7 @@ def test_sharing_a_prefix_uses_the_room_that_the_target_has(new_cache: MakeCache
 def test_sharing_a_prefix_with_a_sequence_that_may_grow_further_is_refused_where_memory_cannot(
     new_cache: MakeCache,
 ) -> None:
-    cache = new_cache(prefix=PrefixSettings())
+    cache = new_cache(prefix=PrefixCacheConfig(enabled=False))
     source, target = stored(cache, PROMPT, max_sequence_length=12), cache.allocate()
     if cache.storage.placement == "paged":
         cache.share_prefix(source, target, 8)
@@ -553,7 +552,7 @@ def test_a_prefix_outlives_its_time_only_while_it_is_used(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    cache = new_cache(prefix=on(ttl_seconds=10))
+    cache = new_cache(prefix=on(prefix_ttl_seconds=10))
     other = [*range(8), 9]
     publish(cache, PROMPT)
     publish(cache, other)
@@ -574,7 +573,7 @@ def test_a_prefix_outlives_its_time_only_while_it_is_used(
 def test_time_does_not_drop_what_a_handle_holds(new_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    cache = new_cache(prefix=on(ttl_seconds=10))
+    cache = new_cache(prefix=on(prefix_ttl_seconds=10))
     publish(cache, PROMPT)
     holder = cache.allocate(token_ids=PROMPT)
     now += 100
@@ -587,7 +586,7 @@ def test_time_does_not_drop_what_a_handle_holds(new_cache: MakeCache, monkeypatc
 def test_gc_gives_back_what_has_outlived_its_time(new_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    cache = new_cache(prefix=on(ttl_seconds=10))
+    cache = new_cache(prefix=on(prefix_ttl_seconds=10))
     publish(cache, PROMPT)
     assert cache.gc().freed_bytes == 0
     now += 11
@@ -596,7 +595,7 @@ def test_gc_gives_back_what_has_outlived_its_time(new_cache: MakeCache, monkeypa
 
 
 def test_without_sharing_across_requests_only_the_same_request_finds_its_prefix(new_cache: MakeCache) -> None:
-    cache = new_cache(prefix=on(cross_request_sharing=False))
+    cache = new_cache(prefix=on(enable_cross_request_sharing=False))
     publish(cache, PROMPT, request_id="a")
     assert hit(cache, PROMPT, request_id="b") == 0
     assert hit(cache, PROMPT) == 0
@@ -606,18 +605,6 @@ def test_without_sharing_across_requests_only_the_same_request_finds_its_prefix(
     for _ in range(2):
         publish(cache, PROMPT)  # nobody can ask for a made-up id again
     assert cache.stats().cached_prefixes == 1
-
-
-@pytest.mark.parametrize("name", ["max_prefixes", "min_prefix_length", "ttl_seconds"])
-def test_negative_limits_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be at least 0, not -1") as caught:
-        PrefixSettings(**{name: -1})
-    assert caught.value.key == f"prefix.{name}"
-
-
-def test_a_namespace_of_another_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match="namespace must be text"):
-        PrefixSettings(namespace=["model"])  # type: ignore[arg-type]
 
 
 # -- switching, resetting, closing ---------------------------------------------------------------------------
@@ -916,8 +903,3 @@ def test_scrubbing_that_fails_leaves_the_books_whole() -> None:
         assert cache.audit() == ()
         assert (cache.stats().used_blocks, cache.stats().cached_blocks) == (0, 2)
         assert hit(cache, PROMPT) == 8
-
-
-def test_default_settings_keep_nothing_and_limit_what_is_kept() -> None:
-    assert ON.max_prefixes == 1000
-    assert PrefixSettings().enabled is False

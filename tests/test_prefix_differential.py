@@ -27,8 +27,8 @@ from hypothesis.stateful import (
 )
 
 from kvcache_core import CacheFullError, CacheGeometry, KvCacheHandle, KvCacheManager
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.eviction import EVICTION_POLICIES
-from kvcache_core.prefix_cache import PrefixSettings
 from tests.caches import StorageFailed, StorageMaker
 from tests.prompts import STORAGES, assert_reads, explain, key_of, layers_for, make_prefix_cache
 
@@ -114,12 +114,12 @@ class PrefixMachine(RuleBasedStateMachine):
         sharing: bool,
         scrub: bool,
     ) -> None:
-        prefix = PrefixSettings(
+        prefix = PrefixCacheConfig(
             enabled=True,
             max_prefixes=max_prefixes,
             min_prefix_length=min_prefix_length,
-            ttl_seconds=ttl,
-            cross_request_sharing=sharing,
+            prefix_ttl_seconds=ttl,
+            enable_cross_request_sharing=sharing,
         )
         self.cache: KvCacheManager = make_prefix_cache(
             type(self).storage,
@@ -198,7 +198,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def _least(self, tokens: list[int], request: dict[str, Any]) -> int:
         """What a prompt has to find, because live sequences hold it."""
         prefix, size = self.cache.store.prefixes.settings, self.cache.block_size
-        if not prefix.enabled or not prefix.cross_request_sharing:
+        if not prefix.enabled or not prefix.enable_cross_request_sharing:
             return 0
         found = 0
         for each in self.live:

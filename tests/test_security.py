@@ -18,8 +18,8 @@ import torch
 
 import kvcache_core
 from kvcache_core import AllocationRequest, CacheFullError, CacheGeometry, KvCacheError, KvCacheManager
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.prefix import PrefixKey
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.prefix_index import PrefixIndex
 from kvcache_core.sequence import CachedSequence
 from tests.prompts import ON, STORAGES, assert_reads, explain, fill, hit, make_prefix_cache, peek, publish, stored
@@ -131,7 +131,7 @@ class _Hash8:
 def test_openvino_genai_3722_a_hit_does_not_rest_on_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache_core.prefix_index.sha256", _Hash8)
     generator = random.Random(0)
-    prefix = PrefixSettings(enabled=True, max_prefixes=3000)
+    prefix = PrefixCacheConfig(enabled=True, max_prefixes=3000)
     with make_prefix_cache(PagedStorage, geometry=SMALL, block_size=2, num_blocks=3000, prefix=prefix) as cache:
         published = {(generator.randrange(500), generator.randrange(500)) for _ in range(2000)}
         for tokens in published:
@@ -255,7 +255,7 @@ def _write_canaries(cache: KvCacheManager, count: int, **request: Any) -> Any:
 
 
 def test_scrubbed_memory_holds_nothing_of_what_was_freed() -> None:
-    with make_prefix_cache(PagedStorage, scrub=True, prefix=PrefixSettings()) as cache:
+    with make_prefix_cache(PagedStorage, scrub=True, prefix=PrefixCacheConfig(enabled=False)) as cache:
         handle = _write_canaries(cache, 10)
         fork = handle.fork()
         handle.free()

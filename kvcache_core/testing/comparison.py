@@ -10,10 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import CacheFullError, StepError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
-from kvcache_core.prefix_cache import PrefixSettings
 
 if TYPE_CHECKING:
     from kvcache_core.testing.oracle import OracleConformance
@@ -69,7 +69,7 @@ class OpenStep:
 class ComparedCache(RuleBasedStateMachine):
     """The cache, the lists, and what must hold between them."""
 
-    prefix_settings = PrefixSettings(enabled=False)
+    prefix_settings = PrefixCacheConfig(enabled=False)
 
     def __init__(self, kit: OracleConformance) -> None:
         super().__init__()

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.step import Step
 from kvcache_core.storage import Storage, StorageSpec
 from kvcache_core.testing.declaration import Declaration
@@ -70,7 +70,7 @@ class Conformance(Declaration):
         geometry: CacheGeometry | None = None,
         *,
         wrap: Callable[[Storage], Storage] = lambda storage: storage,
-        prefix: PrefixSettings | None = None,
+        prefix: PrefixCacheConfig | None = None,
         **values: Any,
     ) -> Iterator[KvCacheManager]:
         """Open a cache for the length of a test, and audit it at the end.

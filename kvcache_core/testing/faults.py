@@ -17,10 +17,10 @@ from typing import cast
 import pytest
 import torch
 
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.geometry import CacheGeometry
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.storage import Storage
 from kvcache_core.testing.conformance import Conformance
 from kvcache_core.testing.failing import CALLS, CALLS_THAT_MAY_FAIL_LATE, FailingStorage, InjectedFault
@@ -220,7 +220,7 @@ class FaultConformance(Conformance):
             return cast("Storage", made[0])
 
         geometry = CacheGeometry.uniform(1, 2, self.head_dim)
-        prefix = PrefixSettings(enabled=kind == "error with reuse", namespace="model", max_prefixes=2)
+        prefix = PrefixCacheConfig(enabled=kind == "error with reuse", namespace="model", max_prefixes=2)
         with self.cache(geometry, wrap=wrap, prefix=prefix, scrub=kind != "interrupt", num_blocks=24) as cache:
             witness = Witness(self, cache, made[0])
             try:

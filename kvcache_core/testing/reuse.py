@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.testing.conformance import Conformance
 
 __all__ = ["ReuseConformance"]
 
-REUSE = PrefixSettings(enabled=True, namespace="model")
+REUSE = PrefixCacheConfig(enabled=True, namespace="model")
 
 
 class ReuseConformance(Conformance):

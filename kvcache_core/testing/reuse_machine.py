@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hypothesis import strategies as st
 
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import StepError
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.testing.comparison import Line
 from kvcache_core.testing.machine import COUNTS, PARTS, PICKS, CacheMachine, Draw
 
@@ -27,7 +27,7 @@ class ReuseMachine(CacheMachine):
         "share": 1,
         "forget_now_and_then": 1,
     }
-    prefix_settings = PrefixSettings(enabled=True, namespace="model", max_prefixes=4)
+    prefix_settings = PrefixCacheConfig(enabled=True, namespace="model", max_prefixes=4)
 
     def __init__(self, kit: OracleConformance) -> None:
         super().__init__(kit)

@@ -20,10 +20,10 @@ from typing import Any, cast
 
 import pytest
 
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import CacheFullError, HandleError, StepError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
-from kvcache_core.prefix_cache import PrefixSettings
 from kvcache_core.storage import Storage
 from kvcache_core.testing.conformance import Conformance
 
@@ -101,7 +101,7 @@ class ThreadConformance(Conformance):
             made.append(SerialCalls(storage))
             return cast("Storage", made[0])
 
-        prefix = PrefixSettings(enabled=reuse, namespace="model", max_prefixes=6)
+        prefix = PrefixCacheConfig(enabled=reuse, namespace="model", max_prefixes=6)
         with self.cache(num_blocks=48, wrap=wrap, prefix=prefix) as cache, warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # dropping handles is part of the test
             run_in_threads(*(lambda seed=seed: self._work(cache, seed) for seed in range(6)))

@@ -12,7 +12,7 @@ import torch
 
 from kvcache_core import CacheFullError, CacheGeometry, HandleError, KvCacheHandle, KvCacheManager
 from kvcache_core.attention import attend_dense
-from kvcache_core.prefix_cache import PrefixSettings
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_cuda.storage import CudaStorage
 from plugins.cuda.tests.caches import spec_of
 
@@ -49,7 +49,7 @@ def poisoned(**changes: Any) -> KvCacheManager:
     storage = CudaStorage(spec_of(**changes))
     for section in storage.pool.sections:
         section[:, 1:] = float("nan")
-    return KvCacheManager(storage, prefix=PrefixSettings(enabled=True, namespace="m"))
+    return KvCacheManager(storage, prefix=PrefixCacheConfig(enabled=True, namespace="m"))
 
 
 # -- append ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from kvcache_core import CacheFullError, CacheGeometry, KvCacheHandle, KvCacheManager, LayerGroup
 from kvcache_core.attention import attend_dense
-from kvcache_core.prefix_cache import PrefixSettings
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_cuda.storage import CudaStorage
 from plugins.cuda.tests.caches import spec_of
 
@@ -50,7 +50,7 @@ class Fuzz:
         storage = CudaStorage(spec_of(geometry=GEOMETRY, num_blocks=24, scrub=scrub))
         for section in storage.pool.sections:
             section[:, 1:] = poison
-        self.cache = KvCacheManager(storage, prefix=PrefixSettings(enabled=prefixes, namespace="m", max_prefixes=6))
+        self.cache = KvCacheManager(storage, prefix=PrefixCacheConfig(enabled=prefixes, namespace="m", max_prefixes=6))
         self.models: list[Model] = []
         self.stored: dict[tuple[int, ...], dict[int, int]] = {}
         self.hits = 0

@@ -17,7 +17,7 @@ from kvcache_core import (
     StepError,
     UnsupportedError,
 )
-from kvcache_core.prefix_cache import PrefixSettings
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_cuda.options import CudaOptions
 from kvcache_cuda.storage import CudaStorage
 from kvcache_cuda.streams import StreamOrder
@@ -31,7 +31,7 @@ def swapping(swap_blocks: int = 4, *, prefixes: bool = False, **changes: Any) ->
     storage = CudaStorage(spec_of(**{"num_blocks": 8, "options": options, "max_sequence_length": 32, **changes}))
     for section in storage.pool.sections:
         section[:, 1:] = float("nan")
-    return KvCacheManager(storage, prefix=PrefixSettings(enabled=prefixes, namespace="m"))
+    return KvCacheManager(storage, prefix=PrefixCacheConfig(enabled=prefixes, namespace="m"))
 
 
 def free_places(cache: KvCacheManager) -> int:
