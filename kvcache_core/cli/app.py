@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvcache_core.cli.bench import bench
 from kvcache_core.cli.conformance import conformance
 from kvcache_core.cli.demo import demo
 from kvcache_core.cli.doctor import doctor
@@ -35,6 +36,7 @@ app.command("schema")(command(schema))
 app.command("plan")(command(plan))
 app.command("generate")(command(generate))
 app.command("demo")(command(demo))
+app.command("bench")(command(bench))
 
 
 def _print_version(wanted: bool) -> None:

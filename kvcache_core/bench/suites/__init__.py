@@ -1,0 +1,1 @@
+"""The suites; see `kvcache_core.bench`."""
