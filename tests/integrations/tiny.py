@@ -123,6 +123,17 @@ def random_ids(length: int, *, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (1, length), generator=generator)
 
 
+def left_padded(prompts: list[torch.Tensor], width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts `[1, length]` as one batch, at least `width` wide, and its mask."""
+    width = max(width, *(prompt.shape[1] for prompt in prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - prompt.shape[1] :] = prompt[0]
+        mask[row, width - prompt.shape[1] :] = 1
+    return ids, mask
+
+
 def greedy(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None, new_tokens: int = 12, **kwargs: Any) -> Any:
     """Greedy continuation; on transformers' own cache when none is given."""
     return model.generate(

@@ -1,20 +1,23 @@
-"""The attention implementation `"kvcache"`: decode without repeating keys, and attention by the backend.
+"""The attention implementation `"kvcache"`: ragged batches without a padded copy, and attention by the backend.
 
 ```python
 model.set_attn_implementation("kvcache")
 ```
 
-Where the K of a layer comes from a `KvCache` and attention is plainly causal, it is computed here. If K and V had to
-be gathered, the backend attends over its own memory instead. If they are views of it, a decode step in float32 folds
-the query heads of each kv head into the query length, so that K and V are read once instead of once for each query
-head: 1.5 times as fast at 8,000 tokens. In half precision torch's own grouped kernel is the faster one.
+Where the K of a layer comes from a `KvCache` and attention is causal over it, the backend attends over its own memory:
+for batches, whose pads then cost nothing, and where K and V would have to be gathered. If they are views, a decode step
+of one sequence in float32 folds the query heads of each kv head into the query length, so that K and V are read once
+instead of once for each query head: 1.5 times as fast at 8,000 tokens. In half precision torch's own grouped kernel is
+the faster one.
 
 Everything else goes to transformers' own `sdpa`, masks included: forwards without a cache or with another one,
-training, chunks of a prefill, `position_bias`.
+training, chunks of one sequence's prefill, `position_bias`, masks of the caller's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +27,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvcache_core.errors import UnsupportedError
+from kvcache_core.integrations.transformers.pending import (
+    built_mask,
+    is_known,
+    is_pending,
+    pending_mask,
+    written_layer,
+)
 
-__all__ = ["ATTENTION_NAME", "attention_forward"]
+__all__ = ["ATTENTION_NAME", "attention_forward", "attention_mask"]
 
 #: What `set_attn_implementation` takes.
 ATTENTION_NAME = "kvcache"
@@ -51,7 +61,7 @@ def attention_forward(
         query: `[batch, heads, new tokens, head dim]`.
         key: `[batch, kv heads, tokens, head dim]`, as `KvCache.update` returned it or from anywhere else.
         value: Likewise.
-        attention_mask: None where attention is plainly causal.
+        attention_mask: None where attention is plainly causal, or a mask, or what stands in for one.
         dropout: As in training.
         scaling: Factor on the scores.
         kwargs: What the model passes besides.
@@ -69,21 +79,26 @@ def attention_forward(
                 f"{type(module).__name__} needs: call model.set_attn_implementation('eager')",
                 capability=name,
             )
-    written = getattr(key, "kvcache_step", None)
-    if written is not None and attention_mask is None and not dropout and _is_plain(kwargs):
-        step, layer, is_view = written
-        if not is_view:
-            return step.attend(layer, query[0].transpose(0, 1), scale=scaling).unsqueeze(0), None
-        if query.shape[2] == 1 and query.dtype is torch.float32:
-            return _attend_folded(query, key, value, scaling), None
+    written = written_layer(key)
+    if written is not None:
+        if not dropout and (attention_mask is None or is_pending(attention_mask)) and _is_plain(module, kwargs):
+            if written.prefers_attend:
+                return written.attend(query, scaling), None
+            if query.shape[2] == 1 and query.dtype is torch.float32:
+                return _attend_folded(query, key, value, scaling), None
+        if written.dense is not None:
+            key, value = written.dense()
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        module, query, key, value, built_mask(attention_mask), dropout=dropout, scaling=scaling, **kwargs
     )
     return result
 
 
-def _is_plain(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("is_causal") is not False and kwargs.get("position_bias") is None
+def _is_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    return is_causal is not False and kwargs.get("position_bias") is None
 
 
 def _attend_folded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -94,5 +109,49 @@ def _attend_folded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     return out.reshape(1, 1, query.shape[1], value.shape[3])
 
 
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of the layers of one kind, in the form transformers calls it.
+
+    Args:
+        batch_size: Rows.
+        q_length: New columns.
+        kv_length: Columns that are attended over.
+        q_offset: The first new column.
+        kv_offset: The first column that is attended over.
+        attention_mask: The 2-D mask.
+        allow_is_causal_skip: False where the model has put something on top of a causal mask.
+        use_vmap: True where it has put a function there that works on single elements only.
+        kwargs: What `sdpa_mask` takes besides.
+
+    Returns:
+        As `sdpa_mask`; a stand-in where the cache knows the 2-D mask and so needs none.
+    """
+    build: Callable[[], torch.Tensor | None] = partial(
+        sdpa_mask,
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        **kwargs,
+    )
+    if is_known(attention_mask) and allow_is_causal_skip and not use_vmap:
+        return pending_mask(build, (batch_size, 1, q_length, kv_length))
+    return build()
+
+
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)

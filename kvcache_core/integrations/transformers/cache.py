@@ -1,4 +1,4 @@
-"""`KvCache`: one cached sequence, as a transformers `Cache`."""
+"""`KvCache`: cached sequences, as a transformers `Cache`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from kvcache_core.errors import ShapeError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.integrations.transformers.forward_pass import PassWriter, not_supported
 from kvcache_core.integrations.transformers.layer import KvCacheLayer
-from kvcache_core.integrations.transformers.opening import Lease, config_for_model, require_same_shape
+from kvcache_core.integrations.transformers.opening import Lease, config_for_model, require_same_shape, special_tokens
 from kvcache_core.integrations.transformers.prompt import common_prefix, require_length, single_prompt
+from kvcache_core.integrations.transformers.rows import Row, forked, pick, row_indices
 from kvcache_core.integrations.transformers.watch import watch
 from kvcache_core.manager import KvCacheManager
 
@@ -26,10 +27,11 @@ __all__ = ["KvCache"]
 
 
 class KvCache(Cache):  # type: ignore[misc]
-    """The keys and values of one sequence, for `model.generate(..., cache=...)` and `model(..., cache=...)`.
+    """The keys and values of a sequence or a batch, for `model.generate(..., cache=...)` and `model(..., cache=...)`.
 
-    It belongs to one conversation and may be used for any number of calls; `prepare` before each makes it fit the
-    prompt. Its memory is given back when the object goes, or by `free`.
+    It may be used for any number of calls; `prepare` before each makes it fit the prompts. Each row of a batch is a
+    sequence with a handle of its own, and pads are not stored. Its memory is given back when the object goes, or by
+    `free`.
 
     Args:
         source: Where the memory comes from: an open cache, which stays open; the configuration of one, which is
@@ -65,9 +67,12 @@ class KvCache(Cache):  # type: ignore[misc]
             require_same_shape(manager, model)
             watch(model)
         if isinstance(source, KvCacheHandle):
-            self._adopt(source, lease)
+            handle = source
         else:
-            self._adopt(manager.allocate(max_sequence_length=max_sequence_length), lease)
+            handle = manager.allocate(max_sequence_length=max_sequence_length)
+        self._adopt([Row(handle)], manager, lease)
+        if model is not None:
+            self.pass_writer.special = special_tokens(model)
 
     @classmethod
     def for_model(cls, model: Any, config: CacheConfig | None = None, **overrides: Any) -> KvCache:
@@ -84,11 +89,12 @@ class KvCache(Cache):  # type: ignore[misc]
         """
         return cls(config_for_model(model, config, overrides), model)
 
-    def _adopt(self, handle: KvCacheHandle, lease: Lease | None) -> None:
-        self.pass_writer = PassWriter(handle)
+    def _adopt(self, rows: list[Row], manager: KvCacheManager, lease: Lease | None) -> None:
+        self.pass_writer = PassWriter(rows)
+        self._manager = manager
         self._finalizer = weakref.finalize(self, self.pass_writer.close)
         self._lease = lease  # held after the finalizer has run, so the handle is freed before its cache is closed
-        self._geometry = geometry = handle.manager.geometry
+        self._geometry = geometry = manager.geometry
         caching = set(geometry.caching_layers)
         super().__init__(
             layers=[
@@ -100,22 +106,34 @@ class KvCache(Cache):  # type: ignore[misc]
     # -- what it is over -------------------------------------------------------------------------------------
 
     @property
+    def handles(self) -> tuple[KvCacheHandle, ...]:
+        """The sequences, one for each row. They belong to this object: fork one to keep it for longer."""
+        return tuple(row.handle for row in self.pass_writer.rows)
+
+    @property
     def handle(self) -> KvCacheHandle:
-        """The sequence. It belongs to this object: fork it to keep it for longer."""
-        return self.pass_writer.handle
+        """The only sequence, likewise.
+
+        Raises:
+            ShapeError: There are several; see `handles`.
+        """
+        handle, *others = self.handles
+        if others:
+            raise ShapeError(f"this cache has {1 + len(others)} sequences; ask for handles")
+        return handle
 
     @property
     def manager(self) -> KvCacheManager:
-        """The cache that the sequence is part of."""
-        return self.handle.manager
+        """The cache that the sequences are part of."""
+        return self._manager
 
     @property
     def batch_size(self) -> int:
-        """Sequences in it: always 1."""
-        return 1
+        """Sequences in it."""
+        return len(self.pass_writer.rows)
 
     def __repr__(self) -> str:
-        return f"<KvCache over {self.handle!r}>"
+        return f"<KvCache over {', '.join(map(repr, self.handles))}>"
 
     # -- reuse -----------------------------------------------------------------------------------------------
 
@@ -150,9 +168,11 @@ class KvCache(Cache):  # type: ignore[misc]
 
     def fork(self) -> KvCache:
         """Return an independent copy that shares memory until one of the two writes; see `KvCacheHandle.fork`."""
-        self.pass_writer.roll_back()
+        writer = self.pass_writer
+        writer.roll_back()
         copy = type(self).__new__(type(self))
-        copy._adopt(self.handle.fork(), self._lease)
+        copy._adopt(forked(writer.rows), self._manager, self._lease)
+        copy.pass_writer.special = writer.special
         return copy
 
     def __copy__(self) -> KvCache:
@@ -177,60 +197,79 @@ class KvCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new K and V of a layer, `[1, kv heads, new tokens, dim]`, and return those of the whole sequence.
+        """Store the new K and V of a layer, `[rows, kv heads, new columns, dim]`, and return those of all columns.
+
+        They are views of the cache for one row without pads. For a batch they are stand-ins on the meta device where
+        the attention implementation is `"kvcache"`, which attends over the cache itself; under any other they are a
+        copy with zeros for pads.
 
         Raises:
             ShapeError: The layer does not exist, or the tensors do not fit it.
-            UnsupportedError: More than one row.
         """
         self._geometry.check_layer(layer_idx)
         return self.pass_writer.write(layer_idx, key_states, value_states, kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens cached; 0 for a layer that caches nothing. Tokens of an unfinished pass do not count yet."""
+        """Columns cached, pads included; 0 for a layer that caches nothing. An unfinished pass does not count yet."""
         if not 0 <= layer_idx < self._geometry.num_layers:
             return 0
-        return 0 if layer_idx and self._geometry.producer(layer_idx) is None else self.handle.num_tokens
+        return 0 if layer_idx and self._geometry.producer(layer_idx) is None else self.pass_writer.num_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Tokens the sequence may ever hold."""
-        return self.handle.max_tokens
+        """Tokens a sequence may ever hold."""
+        return min(handle.max_tokens for handle in self.handles)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the K that a pass of `query_length` tokens attends over."""
-        return self.handle.num_tokens + query_length, 0
+        """Length and offset of the K that a pass of `query_length` columns attends over."""
+        return self.pass_writer.num_columns + query_length, 0
 
     def reset(self) -> None:
-        """Drop all tokens and give their memory back; the cache can be used again."""
-        self.pass_writer.roll_back()
-        self.handle.truncate(0)
+        """Drop all tokens and rows but one empty one, and give their memory back; the cache can be used again."""
+        writer = self.pass_writer
+        writer.roll_back()
+        writer.replace_rows([writer.rows[0].cut(0)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, and what an interrupted forward pass has left.
+        """Drop the last columns, and what an interrupted forward pass has left.
 
         Args:
-            tokens_to_remove: Zero, or minus the number of tokens.
+            tokens_to_remove: Minus how many columns; 0 drops none.
 
         Raises:
-            ShapeError: A positive number, or more tokens than there are.
+            ShapeError: A positive number, or more columns than there are.
         """
-        length = self.handle.num_tokens
+        writer = self.pass_writer
+        length = writer.num_columns
         if type(tokens_to_remove) is not int or not -length <= tokens_to_remove <= 0:
             raise ShapeError(
                 f"crop takes minus the number of tokens to drop, from {-length} to 0, not {tokens_to_remove!r}"
             )
-        self.pass_writer.roll_back()
+        writer.roll_back()
         if tokens_to_remove:
-            self.handle.truncate(length + tokens_to_remove)
+            writer.replace_rows([row.cut(length + tokens_to_remove) for row in writer.rows])
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> NoReturn:
-        """Refused: there is one sequence only."""
-        raise not_supported("beam search", "use num_beams=1")
+    # -- rows ------------------------------------------------------------------------------------------------
 
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: there is one sequence only."""
-        raise not_supported("repeating rows", "use copy.deepcopy(cache) for each continuation")
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Have row `i` continue what row `beam_idx[i]` holds, as beam search does after every token.
 
-    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
-        """Refused: there is one sequence only."""
-        raise not_supported("selecting rows", "use copy.deepcopy(cache) for each continuation")
+        A row that is chosen once is moved, one that is chosen again is forked, and the others are freed.
+
+        Raises:
+            ShapeError: An index is not one of a row.
+            CacheFullError: The backend has to copy something and there is no room; nothing changes.
+        """
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have `repeats` forks of each row, one after the other."""
+        if type(repeats) is not int or repeats < 1:
+            raise ShapeError(f"batch_repeat_interleave takes an int of at least 1, not {repeats!r}")
+        self.batch_select_indices([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor | list[int]) -> None:
+        """Keep the rows at `indices`, in their order; as `reorder_cache`, for any number of them."""
+        writer = self.pass_writer
+        writer.roll_back()
+        if writer.num_columns:  # an empty cache takes on as many rows as the next pass has
+            writer.replace_rows(pick(writer.rows, row_indices(indices, self.batch_size)))

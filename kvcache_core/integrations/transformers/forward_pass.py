@@ -1,89 +1,118 @@
-"""One model forward pass over one sequence, written to the cache layer by layer.
+"""One model forward pass over the rows of a cache, written to it layer by layer.
 
 transformers hands each layer's K and V to `Cache.update` and says neither where a forward pass begins nor whether
-it came to its end. Hooks on the model (see `watch`) tell both; without them a pass begins with the first layer and
-ends with the last.
+it came to its end. Hooks on the model (see `watch`) tell both, and with what the model was called. Without them a
+pass begins with the first layer and ends with the last, and all its columns are taken for tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kvcache_core.errors import ShapeError, StepError, UnsupportedError
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvcache_core.handle import KvCacheHandle
-    from kvcache_core.step import Step
+from kvcache_core.integrations.transformers.dense import KeyValue, as_model_reads, joined, padded
+from kvcache_core.integrations.transformers.open_step import OpenStep
+from kvcache_core.integrations.transformers.pass_plan import PassPlan, SpecialTokens, plan_pass
+from kvcache_core.integrations.transformers.pending import known_mask
+from kvcache_core.integrations.transformers.rows import Row, drop, num_columns
 
 __all__ = ["PassWriter", "not_supported"]
-
-KeyValue = tuple["torch.Tensor", "torch.Tensor"]
 
 
 @dataclass
 class _ForwardPass:
-    """What is known of the forward pass under way.
+    """The forward pass under way.
 
     Attributes:
-        token_ids: The ids of its tokens, or None when nobody has named them.
+        plan: What it adds, once that is known.
         announced: Whether a hook has said that it began, and so will say that it ended.
         stored: Whether it stores what it computes (`use_cache`).
-        step: The step that takes its K and V; opened by the first layer.
+        pending: Whether `update` returns stand-ins, since our attention function reads the cache itself.
+        opened: What takes its K and V; opened by the first layer.
         layers: Layers written so far.
     """
 
-    token_ids: Sequence[int] | None = None
+    plan: PassPlan | None = None
     announced: bool = False
     stored: bool = True
-    step: Step | None = None
+    pending: bool = False
+    opened: OpenStep | None = None
     layers: set[int] = field(default_factory=set)
 
 
 class PassWriter:
-    """Writes the forward passes over one handle, all layers of a pass or none."""
+    """Writes the forward passes over the rows of one cache, all layers and rows of a pass or none.
 
-    def __init__(self, handle: KvCacheHandle) -> None:
-        self.handle = handle
-        self._caching_layers = frozenset(handle.manager.geometry.caching_layers)
-        self._is_view = handle.dense_is_view
+    Attributes:
+        rows: The rows, as the last finished pass left them.
+        manager: The cache that they are part of.
+        special: How to know finished rows.
+    """
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.special = SpecialTokens()
+        self.manager = rows[0].handle.manager
+        self._caching_layers = frozenset(self.manager.geometry.caching_layers)
         self._pass = _ForwardPass()
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens and pads of each row, those of an unfinished pass not counted."""
+        return num_columns(self.rows)
 
     # -- the beginning and the end of a pass ---------------------------------------------------------------
 
     def begin(
         self,
-        batch_size: int,
-        num_tokens: int,
+        num_rows: int,
+        width: int,
         *,
-        token_ids: Sequence[int] | None,
+        input_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         stored: bool = True,
-    ) -> None:
+        attends: bool = False,
+    ) -> torch.Tensor | None:
         """Note that a forward pass begins, and refuse one that this cache cannot hold.
 
         Args:
-            batch_size: Rows.
-            num_tokens: New tokens of a row.
-            token_ids: Their ids, or None where the model is fed something else.
+            num_rows: Rows of the batch.
+            width: New columns.
+            input_ids: The ids, `[num_rows, width]`, or None where the model is fed something else.
             position_ids: Their positions, if given.
             attention_mask: The mask, if given.
             stored: False to attend over the cache without adding to it (`use_cache=False`).
+            attends: Whether attention is ours, so that K and V need not be laid out for it.
+
+        Returns:
+            The mask to call the model with.
 
         Raises:
-            UnsupportedError: More than one row, or padding.
             ShapeError: The pass does not continue where the cache ends.
         """
         self.roll_back()
-        self._check_batch(batch_size)
-        is_plain = self._check_mask(num_tokens, attention_mask)
-        self._check_positions(num_tokens, position_ids)
-        # K and V under a mask of the caller's own do not follow from the token ids, so they stay anonymous.
-        self._pass = _ForwardPass(token_ids if is_plain else None, announced=True, stored=stored)
+        plan = plan_pass(
+            self.rows,
+            num_rows,
+            width,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            special=self.special,
+        )
+        is_dense = plan.is_plain and not self.rows[0].gaps
+        self._pass = _ForwardPass(plan, announced=True, stored=stored, pending=attends and stored and not is_dense)
+        if not self._pass.pending or getattr(attention_mask, "ndim", 2) != 2:
+            return attention_mask
+        if attention_mask is None:
+            columns = self.num_columns + width
+            attention_mask = torch.ones(num_rows, columns, dtype=torch.bool, device=self.manager.device)
+        return known_mask(attention_mask)
 
     def end(self, *, succeeded: bool) -> None:
         """Note that the announced pass is over: commit it whole, or roll it back.
@@ -105,26 +134,32 @@ class PassWriter:
         self._commit()
 
     def roll_back(self) -> None:
-        """Forget a pass that was left half-way; the sequence is as it was before it."""
-        step, self._pass = self._pass.step, _ForwardPass()
-        if step is not None and step.state == "open" and self.handle.is_valid:
-            step.abort()
+        """Forget a pass that was left half-way; the rows are as they were before it."""
+        opened = self._pass.opened
+        self._pass = _ForwardPass()
+        if opened is not None:
+            opened.abort()
 
     def close(self) -> None:
-        """Forget an unfinished pass and free the handle."""
+        """Forget an unfinished pass and free the handles."""
         self.roll_back()
-        if self.handle.is_valid:
-            self.handle.free()
+        drop(self.rows)
+
+    def replace_rows(self, rows: list[Row]) -> None:
+        """Hold these rows from now on; former ones that are not among them are freed."""
+        former, self.rows = self.rows, rows
+        drop(former, keep=rows)
 
     def _commit(self) -> None:
-        step, self._pass = self._pass.step, _ForwardPass()
-        if step is not None:
-            step.commit()
+        opened = self._pass.opened
+        self._pass = _ForwardPass()
+        if opened is not None:
+            self.replace_rows(opened.commit())
 
     # -- one layer -----------------------------------------------------------------------------------------
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, said: Mapping[str, Any]) -> KeyValue:
-        """Take one layer's new K and V `[1, heads, new tokens, dim]`; return those of the whole sequence.
+        """Take one layer's new K and V `[rows, heads, new columns, dim]`; return those of all columns.
 
         Args:
             layer: The layer.
@@ -134,124 +169,89 @@ class PassWriter:
         """
         if key.ndim != 4 or value.ndim != 4:
             raise ShapeError(
-                f"layer {layer}: key and value must be [1, kv heads, new tokens, head dim], not {list(key.shape)} "
+                f"layer {layer}: key and value must be [rows, kv heads, new tokens, head dim], not {list(key.shape)} "
                 f"and {list(value.shape)}"
             )
-        self._check_batch(key.shape[0])
         current = self._pass
         if not current.announced:
-            current = self._unannounced(layer, key.shape[2], said)
+            current = self._unannounced(layer, key, said)
         elif layer in current.layers:
             raise StepError(
                 f"layer {layer} came twice in one forward pass, and each layer is cached once; "
                 "if the pass before was interrupted, call cache.crop(0) to forget it"
             )
-        if not current.stored:
-            current.layers.add(layer)
-            return self._joined(layer, key, value)
-        step = current.step or self._open_step(current, key.shape[2])
-        step.write(layer, key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1))
+        opened = current.opened
+        if opened is None:
+            plan = current.plan = _fitting(current.plan, key)
+            if not current.stored:
+                current.layers.add(layer)
+                return joined(self._cached(layer, plan), key, value)
+            opened = current.opened = OpenStep(self.manager, self.rows, plan, pending=current.pending)
+        result = opened.write(layer, key, value)
         current.layers.add(layer)
-        keys, values = step.gather(layer)
-        result = _as_model_reads(keys, key.dtype), _as_model_reads(values, value.dtype)
-        result[0].kvcache_step = step, layer, self._is_view  # type: ignore[attr-defined]  # for our attention
         if not current.announced and len(current.layers) == len(self._caching_layers):
             self._commit()
         return result
 
-    def _unannounced(self, layer: int, num_tokens: int, said: Mapping[str, Any]) -> _ForwardPass:
+    def read(self, layer: int) -> KeyValue | None:
+        """K and V of one layer, `[rows, heads, columns, dim]` with zeros for pads, or None if it caches nothing."""
+        if self.manager.geometry.producer(layer) is None:
+            return None
+        rows = self.rows
+        if len(rows) == 1 and not rows[0].gaps:
+            return as_model_reads(_kv_cache(rows[0], layer))
+        return padded(rows, self.num_columns, lambda row: _kv_cache(row, layer))
+
+    def _cached(self, layer: int, plan: PassPlan) -> KeyValue | None:
+        """What `read` returns, for each row of a batch the row that it continues."""
+        pair = self.read(layer)
+        if pair is None or pair[0].shape[0] == plan.num_rows:
+            return pair
+        sources = torch.tensor(plan.sources, device=pair[0].device)
+        return pair[0].index_select(0, sources), pair[1].index_select(0, sources)
+
+    def _unannounced(self, layer: int, key: torch.Tensor, said: Mapping[str, Any]) -> _ForwardPass:
         """The pass under way when nobody says where one begins: a layer that comes again begins the next."""
         if layer in self._pass.layers:
             self.roll_back()
+        current = self._pass
         said = said.get("kwargs") or said  # models pass what they know in a keyword of that name
-        if not self._pass.layers:
-            self._check_positions(num_tokens, said.get("position_ids"))
-        self._pass.stored = self._pass.stored and said.get("use_cache") is not False
-        return self._pass
+        if current.plan is None:
+            num_rows, width = key.shape[0], key.shape[2]
+            current.plan = plan_pass(
+                self.rows,
+                num_rows,
+                width,
+                input_ids=None,
+                position_ids=said.get("position_ids") if num_rows == 1 else None,  # others may have pads unknown to us
+                attention_mask=None,
+                special=self.special,
+            )
+        current.stored = current.stored and said.get("use_cache") is not False
+        return current
 
-    def read(self, layer: int) -> KeyValue | None:
-        """K and V of one layer, `[1, heads, tokens, dim]`, or None if it caches nothing."""
-        both = self.handle.kv_cache(layer)
-        return None if both is None else (_as_model_reads(both[0]), _as_model_reads(both[1]))
 
-    def _open_step(self, current: _ForwardPass, num_tokens: int) -> Step:
-        ids = current.token_ids
-        named = ids is not None and len(ids) == num_tokens  # soft prompts and images add rows that have no id
-        current.step = self.handle.manager.begin({self.handle: ids if ids is not None and named else num_tokens})
-        return current.step
-
-    def _joined(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KeyValue:
-        import torch  # noqa: PLC0415
-
-        cached = self.read(layer)
-        if cached is None:
-            return key, value
-        return (
-            torch.cat([cached[0].to(key.dtype), key], dim=2),
-            torch.cat([cached[1].to(value.dtype), value], dim=2),
+def _fitting(plan: PassPlan | None, key: torch.Tensor) -> PassPlan:
+    """The plan of a pass, now that its first layer tells how many columns it has."""
+    if plan is None:
+        raise StepError("a forward pass was not planned")
+    num_rows, width = key.shape[0], key.shape[2]
+    if (num_rows, width) == (plan.num_rows, plan.width):
+        return plan
+    if num_rows != plan.num_rows or plan.is_token is not None:
+        raise ShapeError(
+            f"the model was called with {plan.num_rows} rows of {plan.width} tokens and caches {num_rows} of {width}"
         )
+    return plan.of_width(width)  # soft prompts and images add columns that have no ids
 
-    # -- checks --------------------------------------------------------------------------------------------
 
-    def _check_batch(self, batch_size: int) -> None:
-        if batch_size != 1:
-            raise not_supported(
-                f"a batch of {batch_size} sequences",
-                "run one prompt at a time, without beams and num_return_sequences; "
-                "for several continuations of one prompt, generate each on its own copy.deepcopy(cache)",
-            )
-
-    def _check_positions(self, num_tokens: int, position_ids: Any) -> None:
-        start = self.handle.num_tokens
-        if num_tokens == 0:
-            raise ShapeError(
-                f"the forward pass has no new tokens, and the cache holds {start}; a prompt must be longer than "
-                "what is cached of it: call cache.prepare(input_ids) before generate"
-            )
-        if position_ids is None or position_ids.ndim != 2 or position_ids.shape[-1] != num_tokens:
-            return
-        positions = position_ids[0].tolist()
-        if positions != list(range(start, start + num_tokens)):
-            raise ShapeError(
-                f"the forward pass is at positions {_brief(positions)}, but the cache holds {start} tokens and "
-                "continues there: call cache.prepare(input_ids) before generate",
-                details=[
-                    "generate feeds the wrong tokens when the prompt is not longer than the cache;",
-                    "prepare keeps what both have in common and drops the rest",
-                ],
-            )
-
-    def _check_mask(self, num_tokens: int, attention_mask: Any) -> bool:
-        """Whether the mask is absent or says nothing; a two-dimensional one must cover cache and new tokens."""
-        if attention_mask is None:
-            return True
-        if getattr(attention_mask, "ndim", 0) != 2:
-            return False
-        length = self.handle.num_tokens + num_tokens
-        if attention_mask.shape[1] < length:
-            raise ShapeError(
-                f"attention_mask covers {attention_mask.shape[1]} tokens, but {self.handle.num_tokens} are cached and "
-                f"{num_tokens} new: extend it to {length}, or leave it out"
-            )
-        if not bool(attention_mask[:, :length].all()):
-            raise not_supported("a padded prompt", "tokenize without padding; a single prompt needs none")
-        return True
+def _kv_cache(row: Row, layer: int) -> KeyValue:
+    pair = row.handle.kv_cache(layer)
+    if pair is None:
+        raise ShapeError(f"layer {layer} caches nothing")
+    return pair
 
 
 def not_supported(what: str, instead: str) -> UnsupportedError:
-    """The refusal of something that transformers' own caches can do and this one cannot yet."""
-    return UnsupportedError(f"KvCache does not support {what} yet; {instead}", capability=what)
-
-
-def _brief(positions: list[int]) -> str:
-    first, last = positions[0], positions[-1]
-    if len(positions) > 1 and positions == list(range(first, last + 1)):
-        return f"{first} to {last}"
-    shown = ", ".join(map(str, positions[:8]))
-    return f"{shown}, ..." if len(positions) > 8 else shown
-
-
-def _as_model_reads(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`[tokens, heads, dim]` as `[1, heads, tokens, dim]`, a view unless converted to `dtype`."""
-    view = tensor.transpose(0, 1).unsqueeze(0)
-    return view if dtype is None or view.dtype is dtype else view.to(dtype)
+    """The refusal of something that transformers' own caches can do and this one cannot."""
+    return UnsupportedError(f"KvCache does not support {what}; {instead}", capability=what)

@@ -1,4 +1,4 @@
-"""One layer of a `KvCache`, as transformers wants to see it: a face of the sequence, with no data of its own."""
+"""One layer of a `KvCache`, as transformers wants to see it: a face of the rows, with no data of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["KvCacheLayer"]
 
 
 class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of one cached sequence.
+    """One layer of the cached rows.
 
     Attributes:
         is_sliding: Whether the model attends over a window here. All rows are kept all the same; the mask that
@@ -32,7 +32,7 @@ class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         # Not calling the base: it would set `keys` and `values`, which are read from the sequence here.
         self._writer = writer
         self._layer = layer
-        spec = writer.handle.layer_spec(layer)
+        spec = writer.manager.geometry.layer_spec(layer)
         self.is_sliding = spec is not None and spec.window is not None
 
     def __repr__(self) -> str:
@@ -40,25 +40,25 @@ class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Cached keys, `[1, kv heads, tokens, head dim]`."""
+        """Cached keys, `[rows, kv heads, columns, head dim]`, with zeros for pads."""
         both = self._writer.read(self._layer)
         return None if both is None else both[0]
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Cached values, `[1, kv heads, tokens, value head dim]`."""
+        """Cached values, `[rows, kv heads, columns, value head dim]`, with zeros for pads."""
         both = self._writer.read(self._layer)
         return None if both is None else both[1]
 
     @property
     def dtype(self) -> torch.dtype:
         """The stored dtype."""
-        return self._writer.handle.dtype
+        return self._writer.manager.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the cache resides."""
-        return self._writer.handle.device
+        return self._writer.manager.device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the memory is there from the start."""
@@ -66,16 +66,16 @@ class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new K and V and return those of the whole sequence."""
+        """Store the new K and V and return those of all columns."""
         return self._writer.write(self._layer, key_states, value_states, kwargs)
 
     def get_seq_length(self) -> int:
-        """Tokens cached, those of an unfinished forward pass not counted."""
-        return self._writer.handle.num_tokens
+        """Columns cached, pads included; those of an unfinished forward pass do not count."""
+        return self._writer.num_columns
 
     def get_max_length(self) -> int:
-        """Tokens the sequence may ever hold."""
-        return self._writer.handle.max_tokens
+        """Tokens a sequence may ever hold."""
+        return min(row.handle.max_tokens for row in self._writer.rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the K that the next `update` with `query_length` tokens will return."""
@@ -100,18 +100,18 @@ class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         raise self._whole_sequence_only("crop")
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> NoReturn:
-        """Refused: there is one sequence only."""
-        raise not_supported("beam search", "use num_beams=1")
+        """Refused for one layer alone; see `KvCache.reorder_cache`."""
+        raise self._whole_sequence_only("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: there is one sequence only."""
-        raise not_supported("repeating rows", "use copy.deepcopy(cache) for each continuation")
+        """Refused for one layer alone; see `KvCache.batch_repeat_interleave`."""
+        raise self._whole_sequence_only("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
-        """Refused: there is one sequence only."""
-        raise not_supported("selecting rows", "use copy.deepcopy(cache) for each continuation")
+        """Refused for one layer alone; see `KvCache.batch_select_indices`."""
+        raise self._whole_sequence_only("batch_select_indices")
 
     def _whole_sequence_only(self, operation: str) -> Exception:
         return not_supported(
-            f"{operation} of a single layer", f"all layers have one length: call {operation} on the cache"
+            f"{operation} of a single layer", f"all layers hold the same tokens: call {operation} on the cache"
         )

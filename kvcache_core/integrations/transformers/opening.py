@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from kvcache_core.errors import ShapeError
+from kvcache_core.integrations.transformers.pass_plan import SpecialTokens
 from kvcache_core.pretrained import geometry_from_pretrained
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from kvcache_core.geometry import CacheGeometry
     from kvcache_core.manager import KvCacheManager
 
-__all__ = ["Lease", "config_for_model", "require_same_shape"]
+__all__ = ["Lease", "config_for_model", "require_same_shape", "special_tokens"]
 
 
 class Lease:
@@ -54,6 +55,17 @@ def config_for_model(model: Any, config: CacheConfig | None, overrides: dict[str
 def require_same_shape(manager: KvCacheManager, model: Any) -> None:
     """Raise ShapeError unless the cache was opened for a model of this shape."""
     _require_same_shape(manager.geometry, model)
+
+
+def special_tokens(model: Any) -> SpecialTokens:
+    """The ids that `model` ends and pads texts with, unless a call of `generate` says otherwise."""
+    config = getattr(model, "generation_config", None) or model.config
+    end = getattr(config, "eos_token_id", None)
+    ends = [] if end is None else [end] if isinstance(end, int) else list(end)
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None and ends:
+        pad = ends[0]  # as generate does
+    return SpecialTokens(frozenset(ends), pad)
 
 
 def _require_same_shape(geometry: CacheGeometry, model: Any) -> None:

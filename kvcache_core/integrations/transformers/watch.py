@@ -1,4 +1,4 @@
-"""Hooks that tell a cache when a forward pass begins and ends, and which tokens it is over.
+"""Hooks that tell a cache when a forward pass begins and ends, and what the model was called with.
 
 They are functions of this module, put on a model once and for all caches: nothing ties the model to a cache, so
 neither keeps the other alive.
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers import Cache
+
+from kvcache_core.integrations.transformers.attention import ATTENTION_NAME
 
 if TYPE_CHECKING:
     import torch
@@ -38,23 +40,32 @@ def _writer_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PassWrite
     return None
 
 
-def _before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     writer = _writer_among(args, kwargs)
     if writer is None:
-        return
+        return None
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
     if tokens is None:
-        return  # the model itself says what is wrong with a call without input
-    writer.begin(
+        return None  # the model itself says what is wrong with a call without input
+    given = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    mask = writer.begin(
         tokens.shape[0],
         tokens.shape[1],
-        token_ids=None if input_ids is None or tokens.shape[0] != 1 else input_ids[0].tolist(),
+        input_ids=input_ids,
         position_ids=kwargs.get("position_ids"),
-        attention_mask=kwargs.get("attention_mask", args[1] if len(args) > 1 else None),
+        attention_mask=given,
         # Said in the call. A config's default is less specific than a cache that was passed.
         stored=kwargs.get("use_cache") is not False,
+        attends=getattr(getattr(module, "config", None), "_attn_implementation", None) == ATTENTION_NAME,
     )
+    if mask is given:
+        return None
+    if "attention_mask" in kwargs or len(args) < 2:
+        return args, {**kwargs, "attention_mask": mask}
+    return (args[0], mask, *args[2:]), kwargs
 
 
 def _after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

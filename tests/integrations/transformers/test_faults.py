@@ -15,11 +15,11 @@ from transformers import Cache, DynamicCache
 
 from kvcache_core.errors import ShapeError, UnsupportedError
 from kvcache_core.geometry import CacheGeometry
-from kvcache_core.integrations.transformers import KvCache
+from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
 from kvcache_core.integrations.transformers.layer import KvCacheLayer
 from kvcache_core.manager import KvCacheManager
 from kvcache_core.storage import StorageSpec
-from tests.integrations.tiny import greedy, random_ids, tiny_model
+from tests.integrations.tiny import greedy, left_padded, random_ids, tiny_model
 
 TINY = {"geometry": CacheGeometry(num_layers=4, num_kv_heads=2, head_dim=8)}
 
@@ -115,14 +115,31 @@ def test_memos_2313_a_filled_cache_has_its_length_whatever_the_route(model, mana
         assert torch.equal(keys[:, :, :10], before), name
 
 
-def test_transformers_18104_padded_prompts_are_refused_alone_and_in_batches(model, manager):
-    for rows in (1, 3):
-        cache = KvCache(manager, model)
-        ids, mask = random_ids(12).repeat(rows, 1), torch.ones(rows, 12, dtype=torch.long)
-        mask[0, :5] = 0
-        with pytest.raises(UnsupportedError, match=r"a padded prompt|a batch of 3 sequences"):
-            model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=4)
-        assert cache.get_seq_length() == 0
+@pytest.mark.parametrize("attention", ["sdpa", ATTENTION_NAME])
+def test_transformers_18104_a_row_of_a_padded_batch_equals_its_own_run_in_both_turns(attention, model, open_for):
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(attention)
+    cache = KvCache(open_for(model), model)
+    alone = [random_ids(length, seed=length) for length in (3, 7, 12)]
+    for more in (5,):
+        ids, mask = left_padded(alone)
+        out = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=16, do_sample=False)
+        alone = [greedy(model, prompt, new_tokens=16) for prompt in alone]
+        for row, whole in enumerate(alone):
+            assert torch.equal(out[row, -whole.shape[1] :], whole[0])
+        alone = [torch.cat([whole, random_ids(more + row)], dim=1) for row, whole in enumerate(alone)]
+
+
+def test_transformers_18104_right_padding_is_right(model, manager):
+    cache = KvCache(manager, model)
+    prompts = [random_ids(length, seed=length) for length in (3, 7, 12)]
+    ids, mask = (torch.cat([side, side.flip(1)], dim=1)[:, 12 - 0 :] for side in left_padded(prompts))
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=torch.arange(12)[None], cache=cache).logits
+        for row, prompt in enumerate(prompts):
+            flipped = prompt.flip(1)
+            torch.testing.assert_close(logits[row, : prompt.shape[1]], model(flipped).logits[0])
+    assert [handle.num_tokens for handle in cache.handles] == [3, 7, 12]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -281,8 +298,8 @@ def test_transformers_34921_every_mode_of_generate_works_or_is_refused(model, ma
         out = model.generate(ids, cache=cache, max_new_tokens=5, **mode)
         assert getattr(out, "sequences", out).shape == (1, 14), mode
     for mode in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
-        with pytest.raises(UnsupportedError):
-            model.generate(ids, cache=KvCache(manager, model), max_new_tokens=5, **mode)
+        out = model.generate(ids.repeat(3, 1), cache=KvCache(manager, model), max_new_tokens=5, **mode)
+        assert out.shape == (3 * mode.get("num_return_sequences", 1), 14), mode
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(ids, cache=KvCache(manager, model), max_new_tokens=5, cache_implementation="static")
 

@@ -1,0 +1,104 @@
+"""The step of a forward pass: takes each layer's K and V and returns what stands for those of all columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from kvcache_core.integrations.transformers.dense import KeyValue, as_model_reads, padded
+from kvcache_core.integrations.transformers.packing import Packing
+from kvcache_core.integrations.transformers.pass_plan import PassPlan
+from kvcache_core.integrations.transformers.pending import WrittenLayer, note_layer
+from kvcache_core.integrations.transformers.rows import Row, drop, pick
+from kvcache_core.manager import KvCacheManager
+
+__all__ = ["OpenStep"]
+
+
+class OpenStep:
+    """A step over the rows that a pass stores; rows that several of the batch continue are forked for it.
+
+    Args:
+        manager: The cache.
+        rows: The rows before the pass, which `abort` leaves as they are.
+        plan: What the pass adds.
+        pending: Whether `write` returns stand-ins, since our attention function reads the cache itself.
+
+    Raises:
+        CacheFullError: There is no room; nothing has changed.
+    """
+
+    def __init__(self, manager: KvCacheManager, rows: Sequence[Row], plan: PassPlan, *, pending: bool) -> None:
+        self._former = rows
+        self._plan = plan
+        self._pending = pending
+        stored = plan.stored_rows
+        before = pick(rows, [plan.sources[number] for number in stored])
+        try:
+            self._step = manager.begin(
+                {row.handle: plan.new_tokens[number] for row, number in zip(before, stored, strict=True)}
+            )
+        except BaseException:
+            drop(before, keep=rows)
+            raise
+        self._rows = [plan.row_after(row, number) for row, number in zip(before, stored, strict=True)]
+        self._packing = Packing(plan.num_rows, plan.is_token, plan.leaders, plan.followers, manager.device)
+        self._prefers_attend = not manager.storage.dense_is_view
+        self._is_dense = plan.num_rows == 1 and not self._rows[0].gaps
+        self._stand_ins: dict[tuple[int, int], torch.Tensor] = {}
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KeyValue:
+        """Store the new K and V of a layer, `[rows, heads, new columns, dim]`.
+
+        Returns:
+            K and V `[rows, heads, columns, dim]` in their dtype: views of the cache, a padded copy, or stand-ins.
+        """
+        packing = self._packing
+        self._step.write(layer, packing.pack(key), packing.pack(value))
+        if not self._pending:
+            keys, values = self._dense(layer, key.dtype, value.dtype)
+            note_layer(keys, WrittenLayer(self._step, layer, packing, None, self._prefers_attend))
+            return keys, values
+        keys = self._stand_in(key)
+        dense = partial(self._dense, layer, key.dtype, value.dtype)
+        note_layer(keys, WrittenLayer(self._step, layer, packing, dense, prefers_attend=True))
+        return keys, self._stand_in(value)
+
+    def commit(self) -> list[Row]:
+        """Make the tokens part of the rows; returns the rows of the whole batch."""
+        try:
+            self._step.commit()
+            followers = self._plan.followers
+            return self._rows if followers is None else pick(self._rows, followers)
+        except BaseException:
+            drop(self._rows, keep=self._former)
+            raise
+
+    def abort(self) -> None:
+        """Leave the rows as they were before."""
+        if self._step.state == "open" and self._former[0].handle.is_valid:
+            self._step.abort()
+        drop(self._rows, keep=self._former)
+
+    def _dense(self, layer: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> KeyValue:
+        step, plan = self._step, self._plan
+        if self._is_dense:
+            keys, values = as_model_reads(step.gather(layer))
+        else:
+            columns = plan.columns + plan.width
+            keys, values = padded(self._rows, columns, lambda row: step.gather(layer, row.handle))
+            if plan.followers is not None:
+                followers = torch.tensor(plan.followers, device=keys.device)
+                keys, values = keys.index_select(0, followers), values.index_select(0, followers)
+        return keys.to(key_dtype), values.to(value_dtype)
+
+    def _stand_in(self, new: torch.Tensor) -> torch.Tensor:
+        """A tensor without data, of the shape that the K or V of all columns would have."""
+        heads, dim = new.shape[1], new.shape[3]
+        known = self._stand_ins.get((heads, dim))
+        if known is None:
+            shape = (self._plan.num_rows, heads, self._plan.columns + self._plan.width, dim)
+            known = self._stand_ins[heads, dim] = torch.empty(shape, dtype=new.dtype, device="meta")
+        return known.detach()

@@ -1,0 +1,54 @@
+"""The way between a model's padded batch and the packed tokens of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Packing"]
+
+
+class Packing:
+    """Leaves pads and repeated rows out of tensors that a model made, and puts them back.
+
+    Args:
+        num_rows: Rows of the model's batch.
+        is_token: Which columns hold tokens, bool `[rows, columns]` on the host; None if all do.
+        leaders: The rows that the step is over, in its order; None for all.
+        followers: For each row of the batch, which of the leaders it repeats; None without leaders.
+        device: Where the tensors are.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        is_token: torch.Tensor | None,
+        leaders: Sequence[int] | None,
+        followers: Sequence[int] | None,
+        device: torch.device,
+    ) -> None:
+        self._num_rows = num_rows if leaders is None else len(leaders)
+        self._leaders = None if leaders is None else torch.tensor(leaders, device=device)
+        self._followers = None if followers is None else torch.tensor(followers, device=device)
+        self._index: torch.Tensor | None = None
+        if is_token is not None:
+            chosen = is_token if leaders is None else is_token[list(leaders)]
+            self._index = chosen.flatten().nonzero().flatten().to(device)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[rows, heads, columns, dim]` as `[tokens, heads, dim]`; a view where nothing has to be left out."""
+        if self._leaders is not None:
+            tensor = tensor.index_select(0, self._leaders)
+        if self._index is None and tensor.shape[2] == 1:
+            return tensor.squeeze(2)
+        packed = tensor.transpose(1, 2).flatten(0, 1)
+        return packed if self._index is None else packed.index_select(0, self._index)
+
+    def unpack(self, packed: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """`[tokens, heads, dim]` as `[rows, columns, heads, dim]`, with zeros for pads."""
+        if self._index is not None:
+            padded = packed.new_zeros(self._num_rows * num_columns, *packed.shape[1:])
+            packed = padded.index_copy_(0, self._index, packed)
+        unpacked = packed.view(self._num_rows, num_columns, *packed.shape[1:])
+        return unpacked if self._followers is None else unpacked.index_select(0, self._followers)
