@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
 
-.PHONY: help demo test test-fast lint format bench bench-smoke clean
+.PHONY: help demo test test-fast lint format bench bench-peers bench-smoke clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -39,9 +40,19 @@ format: $(STAMP)  ## Rewrite the sources as ruff likes them
 bench: $(STAMP)  ## Measure against the caches that are installed; prints ratios
 	$(BIN)/kvcache bench
 
+$(PEERS)/.installed: $(STAMP) benchmarks/peers.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+	    > $$($(PEERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/developer_environment.pth
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
+	touch $@
+
+bench-peers: $(PEERS)/.installed  ## The same with vLLM for the CPU as well, in an environment of its own
+	$(PEERS)/bin/python -m kvcache_core bench
+
 bench-smoke: $(STAMP)  ## Count what the hot paths cost, in calls and not in time
 	$(BIN)/python -m pytest tests/bench/test_hot_paths.py
 
 clean:  ## Remove the environment and all build products
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache benchmarks/out
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache benchmarks/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

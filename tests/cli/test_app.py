@@ -19,11 +19,11 @@ from tests.cli.conftest import Run
 def test_help_names_every_command(run: Run) -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for name in ("list", "show", "doctor", "schema"):
+    for name in ("list", "show", "doctor", "schema", "plan", "generate", "demo", "conformance", "bench"):
         assert name in result.stdout
 
 
-@pytest.mark.parametrize("name", ["list", "show", "doctor", "schema"])
+@pytest.mark.parametrize("name", ["list", "show", "doctor", "schema", "plan", "generate", "demo", "conformance", "bench"])
 def test_every_command_has_help_and_speaks_json(run: Run, name: str) -> None:
     result = run(name, "--help")
     assert result.exit_code == 0
@@ -84,3 +84,11 @@ def test_faults_of_ours_are_not_disguised() -> None:
         raise ZeroDivisionError
 
     assert isinstance(CliRunner().invoke(app, []).exception, ZeroDivisionError)
+
+
+def test_the_package_runs_as_a_module_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcache_core", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("kvcache-core ")
