@@ -13,8 +13,13 @@ from typing import Any
 import torch
 
 from kvcache_core.attention import attend_dense
+from kvcache_core.errors import BackendUnavailableError
+from kvcache_core.plugin import CacheGeometry
+from kvcache_cpu.native.kernel import NativeKernel
+from kvcache_cpu.native.library import group_fault, library_fault, native_fault
+from kvcache_cpu.options import AttentionKind
 
-__all__ = ["attend"]
+__all__ = ["attend", "choose_kernels"]
 
 #: Contexts shorter than this are not worth the merging.
 _LEAST_TOKENS = 4096
@@ -27,6 +32,34 @@ _LEAST_CHUNK = 512
 
 #: Returns the output and the log-sum-exp of the scores; None where this torch has no such kernel.
 _flash_attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def choose_kernels(kind: AttentionKind, geometry: CacheGeometry, dtype: str) -> list[NativeKernel | None]:
+    """Return the kernel for each layer group, or None where torch attends.
+
+    Args:
+        kind: What the options ask for.
+        geometry: What is cached.
+        dtype: The stored dtype by torch's name.
+
+    Raises:
+        BackendUnavailableError: `"native"` is asked for and cannot be had for every group.
+    """
+    if kind == "torch" or (kind == "auto" and library_fault() is not None):
+        return [None] * len(geometry.groups)
+    fault = native_fault(geometry, dtype) if kind == "native" else None
+    if fault is not None:
+        raise BackendUnavailableError(
+            f"options.attention is 'native', but {fault}; set it to 'auto' or 'torch'",
+            code="no-native-attention",
+            reason=fault,
+            backend="cpu",
+            hint="set options.attention to 'auto' or 'torch'",
+        )
+    torch_dtype = getattr(torch, dtype)
+    return [
+        None if group_fault(group, dtype) is not None else NativeKernel(group, torch_dtype) for group in geometry.groups
+    ]
 
 
 def attend(

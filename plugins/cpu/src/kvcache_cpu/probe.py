@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvcache_core.plugin import Available, ProbeRequest, ProbeResult, Unavailable
+from kvcache_cpu.native.library import level, native_fault
 from kvcache_cpu.pages import mapping_fault
 
 __all__ = ["probe"]
@@ -29,6 +30,19 @@ def probe(request: ProbeRequest) -> ProbeResult:
             reason=f"options.memory is 'mapped', but {fault}",
             hint="set options.memory to 'auto' or 'heap'",
         )
-    if kind == "heap" or fault is not None:
-        return Available(device="cpu", detail="heap memory: forks copy" + (f" ({fault})" if fault else ""))
-    return Available(device="cpu", detail="mapped memory: forks share pages")
+    attention, no_kernel = request.options.attention, None
+    if attention != "torch":
+        no_kernel = native_fault(request.geometry, request.dtype)
+    if no_kernel is not None and attention == "native":
+        return Unavailable(
+            code="no-native-attention",
+            reason=f"options.attention is 'native', but {no_kernel}",
+            hint="set options.attention to 'auto' or 'torch'",
+        )
+    memory = "heap memory: forks copy" if kind == "heap" or fault is not None else "mapped memory: forks share pages"
+    attends = f"native attention ({level()})" if attention != "torch" and no_kernel is None else "torch's attention"
+    return Available(device="cpu", detail="; ".join([_because(memory, fault), _because(attends, no_kernel)]))
+
+
+def _because(what: str, why: str | None) -> str:
+    return what if why is None else f"{what} ({why})"

@@ -19,14 +19,14 @@ from kvcache_core.plugin import (
     Storage,
     StorageSpec,
 )
-from kvcache_cpu.attention import attend
+from kvcache_cpu.attention import attend, choose_kernels
 from kvcache_cpu.handle import CpuKvCacheHandle
 from kvcache_cpu.heap import HeapMemory
 from kvcache_cpu.mapped import MappedMemory
 from kvcache_cpu.memory import Memory, Slot, SlotMemory
 from kvcache_cpu.options import CpuOptions
 from kvcache_cpu.pages import mapping_fault
-from kvcache_cpu.views import StepViews
+from kvcache_cpu.views import StepPlan, StepViews
 
 __all__ = ["CpuStorage"]
 
@@ -47,7 +47,9 @@ class CpuStorage(Storage):
         super().__init__(spec)
         self.device = torch.device("cpu")
         self.dtype = getattr(torch, spec.dtype)
-        self._memory = _memory(spec, self.dtype)
+        options = spec.options if spec.options is not None else CpuOptions()
+        self._kernels = choose_kernels(options.attention, spec.geometry, spec.dtype)
+        self._memory = _memory(spec, options, self.dtype)
         self._geometry = spec.geometry
         self._places = {
             layer: (number, index)
@@ -64,6 +66,11 @@ class CpuStorage(Storage):
     def memory_kind(self) -> str:
         """Where sequences live: `"mapped"` or `"heap"`."""
         return self._memory.kind
+
+    @property
+    def attention_kind(self) -> str:
+        """What attends over the layers of some group: `"native"` where the compiled kernel does, else `"torch"`."""
+        return "native" if any(self._kernels) else "torch"
 
     # -- sequences ---------------------------------------------------------------------------------------
 
@@ -103,13 +110,12 @@ class CpuStorage(Storage):
     # -- data --------------------------------------------------------------------------------------------
 
     @override
-    def plan(self, batch: Batch) -> tuple[StepViews, ...]:
-        wrote_in_bulk, geometry = self._memory.wrote_in_bulk, self._geometry
-        return tuple(StepViews(segment, geometry, in_bulk=wrote_in_bulk(segment.slot)) for segment in batch.segments)
+    def plan(self, batch: Batch) -> StepPlan:
+        return StepPlan(batch, self._geometry, self._memory.wrote_in_bulk)
 
     @override
     def write(self, batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        parts: tuple[StepViews, ...] = batch.plan
+        parts = batch.plan.parts
         if len(parts) == 1:
             _store(parts[0], layer, key, value)
         else:
@@ -124,16 +130,24 @@ class CpuStorage(Storage):
 
     @override
     def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-        parts: tuple[StepViews, ...] = batch.plan
-        if len(parts) == 1:
-            return attend(query, *parts[0].context(layer), scale=scale, window=window)
-        if not parts:
+        plan: StepPlan = batch.plan
+        group, index = self._places[layer]
+        kernel = self._kernels[group]
+        if kernel is not None and plan.short and kernel.takes(query):
+            out = kernel.attend(plan.table(group), index, query, scale, window)
+            for part in plan.long:
+                rows = slice(part.row, part.row + part.num_new_tokens)
+                out[rows] = attend(query[rows], *part.context(layer), scale=scale, window=window)
+            return out
+        if len(plan.parts) == 1:
+            return attend(query, *plan.parts[0].context(layer), scale=scale, window=window)
+        if not plan.parts:
             return query.new_empty(0, query.shape[1], self._value_dim(layer))
-        queries = query.split_with_sizes([part.num_new_tokens for part in parts])
+        queries = query.split_with_sizes([part.num_new_tokens for part in plan.parts])
         return torch.cat(
             [
                 attend(rows, *part.context(layer), scale=scale, window=window)
-                for part, rows in zip(parts, queries, strict=True)
+                for part, rows in zip(plan.parts, queries, strict=True)
             ]
         )
 
@@ -174,8 +188,7 @@ class CpuStorage(Storage):
         return self._memory.audit()
 
 
-def _memory(spec: StorageSpec, dtype: torch.dtype) -> Memory[Any]:
-    options = spec.options if spec.options is not None else CpuOptions()
+def _memory(spec: StorageSpec, options: CpuOptions, dtype: torch.dtype) -> Memory[Any]:
     if options.memory == "heap" or (options.memory == "auto" and mapping_fault() is not None):
         return HeapMemory(spec, dtype)
     return MappedMemory(spec, dtype)

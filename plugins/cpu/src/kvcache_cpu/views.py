@@ -7,12 +7,41 @@ from weakref import ref
 
 import torch
 
-from kvcache_core.plugin import CacheGeometry, Segment
+from kvcache_core.plugin import Batch, CacheGeometry, Segment
 from kvcache_cpu.memory import Slot
+from kvcache_cpu.native.kernel import MOST_NEW_TOKENS, Rows, RowsTable
 
-__all__ = ["StepViews"]
+__all__ = ["StepPlan", "StepViews"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class StepPlan:
+    """What a step has prepared for all its layers.
+
+    Attributes:
+        parts: The views of each sequence.
+        short: The parts with so few new tokens that the kernel serves them.
+        long: The others.
+    """
+
+    __slots__ = ("_tables", "long", "parts", "short")
+
+    def __init__(self, batch: Batch, geometry: CacheGeometry, wrote_in_bulk: Callable[[Slot], bool]) -> None:
+        self._tables: dict[int, RowsTable] = {}
+        self.parts = [
+            StepViews(segment, geometry, self._tables, in_bulk=wrote_in_bulk(segment.slot))
+            for segment in batch.segments
+        ]
+        self.short = [part for part in self.parts if part.num_new_tokens <= MOST_NEW_TOKENS]
+        self.long = [part for part in self.parts if part.num_new_tokens > MOST_NEW_TOKENS]
+
+    def table(self, group: int) -> RowsTable:
+        """Where the rows of the short parts lie in a layer group."""
+        table = self._tables.get(group)
+        if table is None:
+            table = self._tables[group] = RowsTable([part.rows(group) for part in self.short])
+        return table
 
 
 class StepViews:
@@ -24,6 +53,7 @@ class StepViews:
     Attributes:
         slot: The sequence.
         num_new_tokens: Rows that the step adds.
+        row: The first of them in packed tensors.
         in_bulk: The memory wants to hear of each layer's write.
     """
 
@@ -33,19 +63,25 @@ class StepViews:
         "_geometry",
         "_start",
         "_stop",
+        "_tables",
         "_targets",
         "in_bulk",
         "num_new_tokens",
+        "row",
         "slot",
     )
 
-    def __init__(self, segment: Segment, geometry: CacheGeometry, *, in_bulk: bool) -> None:
+    def __init__(
+        self, segment: Segment, geometry: CacheGeometry, tables: dict[int, RowsTable], *, in_bulk: bool
+    ) -> None:
         self.slot: Slot = segment.slot
         self.num_new_tokens = segment.num_new_tokens
+        self.row = segment.row
         self.in_bulk = in_bulk
         self._geometry = geometry
         self._start = segment.start
         self._stop = segment.stop
+        self._tables = tables
         self._targets: dict[int, Pair] = {}
         self._context: dict[int, Pair] = {}
         self.slot.clear_views()
@@ -63,10 +99,16 @@ class StepViews:
             self._context = dict(self._cut(0, self._stop))
         return self._context[layer]
 
+    def rows(self, group: int) -> Rows:
+        """All rows of a layer group, the new ones included."""
+        slot = self.slot
+        return Rows(slot.keys[group], slot.values[group], self._stop, self.num_new_tokens, self.row)
+
     def clear(self) -> None:
         """Let go of the memory."""
         self._targets = {}
         self._context = {}
+        self._tables.clear()  # of all parts of the step
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, Pair]]:
         length = stop - start

@@ -1,0 +1,68 @@
+/* Attention of few new tokens over contiguous keys and values: the interface, called through ctypes.
+ *
+ * Strides are in bytes, everything is little more than pointers and 64-bit integers, and no header of torch or Python
+ * is needed, so that one build serves every version of both.
+ */
+#ifndef KVCACHE_ATTEND_H
+#define KVCACHE_ATTEND_H
+
+#include <stdint.h>
+
+/* Changes whenever anything in this header does. */
+#define KVCACHE_ABI 1
+
+enum { KVCACHE_F32 = 0, KVCACHE_BF16 = 1, KVCACHE_F16 = 2 };
+
+enum { KVCACHE_PORTABLE = 0, KVCACHE_AVX2 = 1, KVCACHE_AVX512 = 2, KVCACHE_AVX512_BF16 = 3 };
+
+/* One sequence: where its rows of layer 0 of a layer group are. Elements of a row are adjacent. */
+typedef struct {
+    const char *key, *value;
+    int64_t key_layer, key_head, key_token;
+    int64_t value_layer, value_head, value_token;
+    int64_t length;  /* tokens, the new ones included */
+    int64_t num_new; /* new tokens, at most `length`; may be 0 */
+    int64_t row;     /* where the first of them is in the query and in the result */
+} kvcache_sequence;
+
+/* What all layers of a group have in common. */
+typedef struct {
+    int64_t dtype; /* of keys and values */
+    int64_t num_kv_heads;
+    int64_t head_dim, value_head_dim; /* multiples of 8 */
+} kvcache_group;
+
+#if defined(_WIN32)
+#define KVCACHE_API __declspec(dllexport)
+#else
+#define KVCACHE_API __attribute__((visibility("default")))
+#endif
+
+KVCACHE_API int kvcache_abi(void);
+
+/* The best instruction set of this machine. */
+KVCACHE_API int kvcache_best_level(void);
+
+/* Use an instruction set from now on; returns the one in use, which is a lower one where this machine lacks it. */
+KVCACHE_API int kvcache_use_level(int level);
+
+/* Run on the threads of the OpenMP runtime whose `GOMP_parallel` this is; NULL for the calling thread alone. */
+KVCACHE_API void kvcache_use_openmp(void *gomp_parallel);
+
+/* Attend causally, the last query of a sequence seeing all its keys.
+ *
+ * query        [rows, num_heads, head_dim]
+ * query_token, query_head   its strides; elements of a row are adjacent
+ * query_dtype  also the dtype of `out`
+ * out          [rows, num_heads, value_head_dim], contiguous; rows that are of no sequence are left alone
+ * window       tokens a query sees, itself included; 0 for all
+ * threads      at most so many are used
+ *
+ * Returns 0, or -1 when there is no memory for intermediate results; `out` is then undefined.
+ */
+KVCACHE_API int kvcache_attend(const kvcache_group *group, const kvcache_sequence *sequences, int64_t num_sequences,
+                               int64_t layer, const void *query, int64_t query_token, int64_t query_head,
+                               int64_t num_heads, int query_dtype, void *out, double scale, int64_t window,
+                               int threads);
+
+#endif

@@ -1,0 +1,62 @@
+/* Eight floats at a time with AVX2, FMA and F16C. Functions mean what those of portable.h of the same names mean. */
+
+#define W 8
+#define V __m256
+#define SCORE_TOKENS(rows) ((rows) > 3 ? 2 : 4)
+
+FN V L(v_zero)(void) { return _mm256_setzero_ps(); }
+FN V L(v_set)(float x) { return _mm256_set1_ps(x); }
+FN V L(v_load)(const float *p) { return _mm256_loadu_ps(p); }
+FN void L(v_store)(float *p, V x) { _mm256_storeu_ps(p, x); }
+FN V L(v_add)(V a, V b) { return _mm256_add_ps(a, b); }
+FN V L(v_sub)(V a, V b) { return _mm256_sub_ps(a, b); }
+FN V L(v_mul)(V a, V b) { return _mm256_mul_ps(a, b); }
+FN V L(v_fma)(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+FN V L(v_max)(V a, V b) { return _mm256_max_ps(a, b); }
+FN V L(v_zero_below)(V x, V t, float limit)
+{
+    return _mm256_andnot_ps(_mm256_cmp_ps(t, _mm256_set1_ps(limit), _CMP_LT_OQ), x);
+}
+FN V L(v_power)(V t) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)); }
+FN int L(v_differ)(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
+FN V L(v_pairs)(V a, V b) { return _mm256_hadd_ps(a, b); }
+FN V L(v_fold)(const V *x)
+{
+    return _mm256_add_ps(_mm256_permute2f128_ps(x[0], x[1], 0x20), _mm256_permute2f128_ps(x[0], x[1], 0x31));
+}
+FN V L(v_max4)(V x)
+{
+    V y = _mm256_max_ps(x, _mm256_permute_ps(x, 0x4e));
+    return _mm256_max_ps(y, _mm256_permute_ps(y, 0xb1));
+}
+
+FN void L(v_chunk)(int dtype, const char *p, V *a, V *b)
+{
+    if (dtype == KVCACHE_F32) {
+        *a = _mm256_loadu_ps((const float *)p);
+        *b = _mm256_loadu_ps((const float *)p + W);
+    } else if (dtype == KVCACHE_BF16) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)p);
+        *a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+        *b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    } else {
+        *a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+        *b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1));
+    }
+}
+/* `count` is 8. */
+FN void L(v_part)(int dtype, const char *p, int count, V *a, V *b)
+{
+    (void)count;
+    if (dtype == KVCACHE_F32) {
+        *a = _mm256_loadu_ps((const float *)p);
+        *b = _mm256_setzero_ps();
+    } else if (dtype == KVCACHE_BF16) {
+        __m256i x = _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)p));
+        *a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+        *b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    } else {
+        *a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+        *b = _mm256_setzero_ps();
+    }
+}
