@@ -165,8 +165,8 @@ class CpuStorage(Storage):
 
     @override
     def context(self, batch: Batch, index: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts: tuple[StepViews, ...] = batch.plan
-        return parts[index].context(layer)
+        plan: StepPlan = batch.plan
+        return plan.parts[index].context(layer)
 
     def describe(self, slot: Slot) -> SlotMemory:
         """Return what a sequence's memory is like at the moment."""

@@ -101,8 +101,8 @@ class StepViews:
 
     def rows(self, group: int) -> Rows:
         """All rows of a layer group, the new ones included."""
-        slot = self.slot
-        return Rows(slot.keys[group], slot.values[group], self._stop, self.num_new_tokens, self.row)
+        keys, values = self.slot.tensors
+        return Rows(keys[group], values[group], self._stop, self.num_new_tokens, self.row)
 
     def clear(self) -> None:
         """Let go of the memory."""
