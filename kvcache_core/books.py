@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.errors import CacheFullError
+from kvcache_core.events import Refused
+from kvcache_core.observing import EventQueue
 from kvcache_core.storage import BlockRows, Storage
 
 __all__ = ["Books"]
@@ -22,13 +24,14 @@ class Books:
         make_room: Evicts until so many blocks are free; called only when that is possible.
     """
 
-    def __init__(self, allocator: BlockAllocator, storage: Storage, *, scrub: bool) -> None:
+    def __init__(self, allocator: BlockAllocator, storage: Storage, events: EventQueue, *, scrub: bool) -> None:
         self.allocator = allocator
         self.block_size = allocator.block_size
         self.is_shared: Callable[[int], bool] = allocator.is_shared
         self.failures = 0
         self.make_room: Callable[[int], None] = _evict_nothing
         self._storage = storage
+        self._events = events
         self._scrub = scrub
 
     @property
@@ -67,6 +70,8 @@ class Books:
         self.failures += 1
         size, total = self.block_size, self.allocator.total_block_count
         free, evictable = self.allocator.free_block_count, self.allocator.cached_block_count
+        if Refused in self._events.wanted:
+            self._events.note(Refused(purpose=purpose, needed=count, free=free, evictable=evictable))
         return CacheFullError(
             f"no room {purpose}: {count} more blocks of {size} tokens are needed, {free} of {total} are free"
             + (f" and {evictable} can be evicted" if evictable else ""),

@@ -40,9 +40,13 @@ class Guard:
         settle: Settles the queue; called under the lock on every entry.
         leaving: Called under the lock on every exit.
         after: Called outside the lock on every exit.
+
+    Attributes:
+        to_be_continued: The same lock, for a first half of an operation: unless that raises, what is called outside
+            the lock waits for the exit of the second half.
     """
 
-    __slots__ = ("_after", "_check", "_leaving", "_lock", "_settle")
+    __slots__ = ("_after", "_check", "_leaving", "_lock", "_settle", "to_be_continued")
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Guard:
         self._settle = settle
         self._leaving = leaving
         self._after = after
+        self.to_be_continued = _FirstHalf(self)
 
     def __enter__(self) -> None:
         self._check()
@@ -94,3 +99,21 @@ class Guard:
         traceback: TracebackType | None,
     ) -> None:
         self.leave()
+
+
+class _FirstHalf:
+    __slots__ = ("_guard",)
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._guard.__enter__()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._guard.leave(quietly=error_type is None)

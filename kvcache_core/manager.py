@@ -13,13 +13,15 @@ from kvcache_core.block_table import blocks_for
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
+from kvcache_core.events import Attached, CacheEvent, PressureChanged
 from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.names import device_fits
+from kvcache_core.observing import EventQueue, Observer, Subscription, kinds_among
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.pressure import PressureCallback, PressureMonitor
-from kvcache_core.sequence import AllocationRequest, CachedSequence, HandleState
+from kvcache_core.sequence import AllocationRequest, CachedSequence, HandleState, unique_id
 from kvcache_core.sequence_store import SequenceStore
 from kvcache_core.stats import CacheGcStats, CacheManagerStats
 from kvcache_core.step import NewTokens, Step, make_batch, parse_new_tokens, require_named_once
@@ -49,6 +51,7 @@ class KvCacheManager:
 
     Attributes:
         backend: The backend's name.
+        manager_id: Unique name of this cache, which its events carry.
         storage: The memory.
         allow_dtype_cast: Whether writes convert floating tensors of another dtype.
         store: The sequences and their books, for core.
@@ -65,11 +68,15 @@ class KvCacheManager:
         eviction_policy: CacheEvictionPolicy | None = None,
     ) -> None:
         self.backend = backend
+        self.manager_id = unique_id("manager")
         self.storage = storage
         self.allow_dtype_cast = allow_dtype_cast
         prefix = prefix or PrefixCacheConfig(enabled=False)
         policy = eviction_policy or EVICTION_POLICIES[prefix.eviction_policy]()
-        self.store = SequenceStore(storage, PressureMonitor(pressure_thresholds), prefix, policy)
+        self.store = SequenceStore(
+            storage, PressureMonitor(pressure_thresholds), prefix, policy, EventQueue(self.manager_id)
+        )
+        self._pressure_callback: Subscription | None = None
         self._reported = (0, 0)
         self._own_specs = _own_specs(storage.spec.geometry)
         self._fixed = self._fixed_for_requests()
@@ -402,15 +409,54 @@ class KvCacheManager:
             before, self._reported = self._reported, now
         return CacheGcStats(freed_caches=now[0] - before[0], freed_bytes=(now[1] - before[1]) * self.bytes_per_block)
 
-    def set_pressure_callback(self, callback: PressureCallback | None) -> None:
-        """Have `callback(level)` called, outside all locks, whenever the memory pressure changes level.
+    def subscribe(self, observer: Observer, *kinds: type[CacheEvent]) -> Subscription:
+        """Have `observer(event)` called for everything that happens in the cache from now on.
 
-        It is called at the end of the operation that changed it, on the same thread; where that was the finalizer
-        of a handle that was dropped, by the next operation. A callback that raises is reported once, as a warning,
-        and disturbs nobody. None removes it.
+        It is called outside all locks, in the order in which things happened, by the operation that caused the event
+        or by another thread's; what the finalizer of a dropped handle causes is told by the next operation. It may
+        use the cache. An observer that raises is reported once, as a warning, and disturbs nobody.
+
+        Args:
+            observer: Called with each `kvcache_core.events.CacheEvent`, `Attached` first.
+            kinds: The classes of events that it wants, base classes included; all when none is given. An event that
+                nobody wants costs nothing.
+
+        Returns:
+            What ends it: `cancel()`, or a `with` block.
+
+        Raises:
+            TypeError: `observer` cannot be called, or a kind is no class of events.
+            HandleError: The cache is closed.
+        """
+        wanted = kinds_among(observer, kinds)
+        with self.store.locked():
+            return self._add_observer(observer, wanted, f"an observer of the cache ({observer!r})")
+
+    def _add_observer(self, observer: Observer, kinds: frozenset[type[CacheEvent]], label: str) -> Subscription:
+        store = self.store
+        attached = Attached(
+            backend=self.backend,
+            device=str(self.storage.spec.device),
+            dtype=str(self.storage.spec.dtype),
+            block_size=self.block_size,
+            total_blocks=store.books.allocator.total_block_count,
+            bytes_per_block=self.bytes_per_block,
+            used_blocks=store.books.used_blocks,
+            num_sequences=len(store.live),
+        )
+        return store.events.add(observer, kinds, label=label, first=attached)
+
+    def set_pressure_callback(self, callback: PressureCallback | None) -> None:
+        """Have `callback(level)` called whenever the memory pressure changes level; None removes it.
+
+        Otherwise as an observer that `subscribe` is told to call for `PressureChanged`.
         """
         with self.store.locked():
-            self.store.pressure.callback = callback
+            if self._pressure_callback is not None:
+                self._pressure_callback.cancel()
+            self._pressure_callback = callback and self._add_observer(
+                lambda event: callback(event.level), frozenset({PressureChanged}), "the memory-pressure callback"
+            )
 
     def audit(self) -> tuple[str, ...]:
         """Check the books and return a line for each inconsistency; none when all is well.

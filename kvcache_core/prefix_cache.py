@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from kvcache_core.books import Books
 from kvcache_core.config import PrefixCacheConfig
+from kvcache_core.events import Evicted, EvictionReason
 from kvcache_core.eviction import CacheEvictionPolicy, EvictionCandidate
+from kvcache_core.observing import EventQueue
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.prefix_index import PrefixIndex, PrefixNode
 from kvcache_core.sequence import CachedSequence
@@ -58,6 +60,7 @@ class PrefixCache:
         live: Mapping[str, CachedSequence],
         settings: PrefixCacheConfig,
         policy: CacheEvictionPolicy,
+        events: EventQueue,
     ) -> None:
         self.settings = settings
         self.policy = policy
@@ -71,6 +74,7 @@ class PrefixCache:
         self._paged = storage.placement == "paged"
         self._reusable = storage.spec.geometry.prefix_reusable
         self._live = live
+        self._events = events
 
     @property
     def hit_rate(self) -> float:
@@ -237,7 +241,7 @@ class PrefixCache:
     def _drop_surplus(self, surplus: Iterable[CachedSequence]) -> None:
         """Drop these, and what is more than may be kept."""
         for prefix in surplus:
-            self._drop(prefix)
+            self._drop(prefix, None)  # all that it holds stays findable
         while len(self.retained) > self.settings.max_prefixes:
             self._evict_one()
 
@@ -269,6 +273,7 @@ class PrefixCache:
 
     def _evict(self, sequence: CachedSequence, missing: int) -> None:
         """Cut a kept sequence from the tail until `missing` blocks are freed, or all that can be."""
+        free = self._books.allocator.free_block_count
         keep = self._books.allocator.cut_point(sequence.blocks, missing)
         if keep == len(sequence.blocks):
             self._use(sequence)  # live sequences hold all of it, so it is in use right now
@@ -278,15 +283,20 @@ class PrefixCache:
             self.forget(sequence, keep)
         tip = sequence.tip
         if not keep or tip is None or any(held.is_kept and held is not sequence for held in tip.holders()):
-            self._drop(sequence)  # what is left of it is kept by another one, if at all
+            self._drop(sequence, "room")  # what is left of it is kept by another one, if at all
         else:
-            self._books.release_retained(self._shorten(sequence, keep))
+            try:
+                self._books.release_retained(self._shorten(sequence, keep))
+            finally:
+                self._note_evicted(sequence, "room", free)
 
     def _evict_one(self) -> None:
         """Drop one kept sequence whole."""
         free = self._books.allocator.free_block_count
         oldest = next(iter(self.retained.values()))
-        self._drop(self._next_victim() or oldest)  # where the policy spares everything, the limit holds all the same
+        self._drop(
+            self._next_victim() or oldest, "limit"
+        )  # where the policy spares everything, the limit holds all the same
         self.evictions += self._books.allocator.free_block_count - free
 
     def expire(self) -> None:
@@ -299,7 +309,7 @@ class PrefixCache:
             kept = next(iter(self.retained.values()))
             if kept.last_access >= oldest:
                 return
-            self._drop(kept)
+            self._drop(kept, "expired")
 
     def forget(self, sequence: CachedSequence, keep: int) -> None:
         """A sequence no longer holds its blocks from logical index `keep` on."""
@@ -319,18 +329,33 @@ class PrefixCache:
             sequence.deduplicated = 0
         with ExitStack() as stack:  # all of them, even if the storage raises
             for sequence in self.retained.values():
-                stack.callback(self._drop, sequence)
+                stack.callback(self._drop, sequence, "cleared")
         return dropped
 
-    def _drop(self, sequence: CachedSequence) -> None:
+    def _drop(self, sequence: CachedSequence, reason: EvictionReason | None) -> None:
         """Keep a sequence no longer: all of it goes, even if the storage or the policy raises."""
+        free = self._books.allocator.free_block_count
         del self.retained[sequence.cache_id]
         self.forget(sequence, 0)
         slot, sequence.slot = sequence.slot, None
         with ExitStack() as stack:
             stack.callback(self.policy.forget, sequence.cache_id)
             stack.callback(self._storage.close, slot)
+            if reason is not None:
+                stack.callback(self._note_evicted, sequence, reason, free)
             self._books.release_retained(self._shorten(sequence, 0))
+
+    def _note_evicted(self, sequence: CachedSequence, reason: EvictionReason, free_before: int) -> None:
+        if Evicted in self._events.wanted:
+            self._events.note(
+                Evicted(
+                    request_id=sequence.request_id,
+                    cache_id=sequence.cache_id,
+                    num_blocks=self._books.allocator.free_block_count - free_before,
+                    kept_tokens=sequence.num_tokens,
+                    reason=reason,
+                )
+            )
 
     def _shorten(self, sequence: CachedSequence, keep: int) -> list[int]:
         """Bring a sequence's books down to its first `keep` blocks; return the others."""

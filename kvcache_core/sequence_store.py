@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.audit import audit_books, audit_prefixes
@@ -17,8 +17,22 @@ from kvcache_core.block_table import blocks_for
 from kvcache_core.books import Books
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import CacheFullError, HandleError, ShapeError, StepError
+from kvcache_core.events import (
+    LOOKUPS,
+    Allocated,
+    CacheEvent,
+    Closed,
+    Forked,
+    Freed,
+    FreeReason,
+    PrefixShared,
+    Reset,
+    Truncated,
+    looked_up,
+)
 from kvcache_core.eviction import CacheEvictionPolicy
 from kvcache_core.locking import Guard, process_generation
+from kvcache_core.observing import EventQueue
 from kvcache_core.prefix import PrefixKey
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.pressure import PressureMonitor
@@ -38,6 +52,7 @@ class SequenceStore:
 
     Attributes:
         storage: The memory.
+        events: What observers are told.
         books: Who names which block.
         prefixes: What is kept for reuse.
         pressure: The watch over the budget.
@@ -54,9 +69,11 @@ class SequenceStore:
         pressure: PressureMonitor,
         prefix_settings: PrefixCacheConfig,
         eviction_policy: CacheEvictionPolicy,
+        events: EventQueue,
     ) -> None:
         spec = storage.spec
         self.storage = storage
+        self.events = events
         self.pressure = pressure
         self.live: dict[str, CachedSequence] = {}
         self.generation = 0
@@ -65,10 +82,12 @@ class SequenceStore:
         self.reclaimed_blocks = 0
         self.closed = False
         self._guard = Guard(self.require_usable, self._settle_dropped, self._note_pressure, self._after_release)
-        self.books = Books(BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, scrub=spec.scrub)
-        self.prefixes = PrefixCache(self.books, storage, self.live, prefix_settings, eviction_policy)
+        self.books = Books(
+            BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, events, scrub=spec.scrub
+        )
+        self.prefixes = PrefixCache(self.books, storage, self.live, prefix_settings, eviction_policy, events)
         self.books.make_room = self.prefixes.make_room
-        self._steps = Transactions(self.books, storage, self.prefixes)
+        self._steps = Transactions(self.books, storage, self.prefixes, events)
         self._dropped: deque[CachedSequence | Transaction] = deque()
         self._process = process_generation()
 
@@ -151,13 +170,17 @@ class SequenceStore:
         priority: int,
         prefix_key: PrefixKey | None,
     ) -> CachedSequence:
-        """Open a sequence with room for `num_tokens`, which starts with the cached prefix of `token_ids`."""
-        with self.locked():
+        """Open a sequence with room for `num_tokens`, which starts with the cached prefix of `token_ids`.
+
+        Observers hear of it at the next operation, before which the caller makes a handle.
+        """
+        with self._guard.to_be_continued:
             self._require_length(num_tokens, max_tokens)
             name = self._unused_name(request_id)
             sequence = CachedSequence(unique_id("kv"), name, max_tokens, self.generation, priority, None, [])
             sequence.prefix_key = prefix_key
             self.expire_prefixes()
+            lookup = self._told_lookup(sequence, token_ids)
             hit = self.prefixes.find(prefix_key, token_ids, max_tokens)
             if hit is None:
                 sequence.capacity = self.prefixes.capacity(max_tokens)
@@ -172,11 +195,31 @@ class SequenceStore:
             try:
                 self.books.require(self._missing_blocks(sequence, num_tokens), purpose=purpose)
                 self.prefixes.note_lookup(len(token_ids), hit)  # so that others are evicted before what was found
+                if lookup is not None:
+                    self.events.note(lookup)
                 self._make_room(sequence, num_tokens, purpose)
             except BaseException:
                 self._retract(sequence)
                 raise
+            if Allocated in self.events.wanted:
+                self.events.note(
+                    Allocated(
+                        request_id=name,
+                        cache_id=sequence.cache_id,
+                        prompt_tokens=len(token_ids),
+                        num_tokens=sequence.num_tokens,
+                        num_blocks=len(sequence.blocks),
+                    )
+                )
             return sequence
+
+    def _told_lookup(self, sequence: CachedSequence, token_ids: array[int]) -> CacheEvent | None:
+        """What observers will hear of looking up the prompt of a sequence that is about to be opened."""
+        if not token_ids or self.events.wanted.isdisjoint(LOOKUPS):
+            return None
+        found = self.prefixes.explain(sequence.prefix_key, token_ids, sequence.max_tokens, across_salts=False)
+        event = looked_up(sequence.request_id, sequence.cache_id, len(token_ids), found)
+        return event if type(event) in self.events.wanted else None
 
     def _fork_memory(self, source: CachedSequence, num_tokens: int) -> tuple[Any, list[int]]:
         """Return a slot that starts with the first tokens of `source`, and those of its blocks that it shares."""
@@ -205,14 +248,15 @@ class SequenceStore:
             sequence.blocks += self.books.take(missing, purpose=purpose)
 
     def fork(self, source: CachedSequence, request_id: str | None) -> CachedSequence:
-        """Open a sequence that starts with the tokens of `source`."""
-        with self.locked():
+        """Open a sequence that starts with the tokens of `source`; observers hear of it as `open` says."""
+        with self._guard.to_be_continued:
             self.require_changeable(source, "fork")
             name = self._unused_name(request_id)
             sequence = CachedSequence(
                 unique_id("kv"), name, source.max_tokens, self.generation, source.priority, None, []
             )
             slot, sequence.blocks = self._fork_memory(source, source.num_tokens)
+            shared_blocks = len(sequence.blocks)
             self._start_with(sequence, source, slot, source.num_tokens)
             sequence.prefix_key = source.prefix_key
             self.prefixes.index.hold(sequence, source.tip)
@@ -224,6 +268,18 @@ class SequenceStore:
             except BaseException:
                 self._retract(sequence)
                 raise
+            if Forked in self.events.wanted:
+                self.events.note(
+                    Forked(
+                        request_id=name,
+                        cache_id=sequence.cache_id,
+                        parent_request_id=source.request_id,
+                        parent_cache_id=source.cache_id,
+                        num_tokens=sequence.num_tokens,
+                        num_blocks=len(sequence.blocks),
+                        shared_blocks=shared_blocks,
+                    )
+                )
             return sequence
 
     def share_prefix(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> None:
@@ -245,6 +301,16 @@ class SequenceStore:
             target.version += 1
             target.touch()
             self._take_over_names(source, target, num_tokens // size)
+            if PrefixShared in self.events.wanted:
+                self.events.note(
+                    PrefixShared(
+                        request_id=target.request_id,
+                        cache_id=target.cache_id,
+                        source_request_id=source.request_id,
+                        source_cache_id=source.cache_id,
+                        num_tokens=num_tokens,
+                    )
+                )
             try:
                 self.books.release(blocks[room:])
             finally:
@@ -283,18 +349,18 @@ class SequenceStore:
                 raise problem
             sequence.references += 1
 
-    def drop_reference(self, sequence: CachedSequence) -> None:
+    def drop_reference(self, sequence: CachedSequence, reason: FreeReason = "freed") -> None:
         """One handle less refers to the sequence; the last one frees it. Under the lock."""
         sequence.references -= 1
         if sequence.references == 0:
-            self._free(sequence)
+            self._free(sequence, reason)
 
     def free(self, request_id: str) -> None:
         """Free a sequence, whatever handles refer to it."""
         with self.locked():
             sequence = self.find(request_id)
             self.require_freeable(sequence, "deallocate")
-            self._free(sequence)
+            self._free(sequence, "freed")
 
     def find(self, request_id: str) -> CachedSequence:
         """Return the live sequence of this name, or raise HandleError."""
@@ -306,7 +372,7 @@ class SequenceStore:
     def drop_all(self) -> None:
         """Free every sequence and undo every open step; their handles become stale."""
         with self.locked():
-            self._drop_all()
+            self._drop_all("reset")
 
     def close(self) -> None:
         """Free everything and shut the storage down; a second call, or one in a forked child, does nothing."""
@@ -317,7 +383,7 @@ class SequenceStore:
         try:
             if not self.closed:
                 try:
-                    self._drop_all()
+                    self._drop_all("closed")
                 finally:
                     self.closed = True
                     self.storage.shutdown()
@@ -352,12 +418,21 @@ class SequenceStore:
         dropped = sequence.blocks[kept:]
         del sequence.blocks[kept:]
         del sequence.token_ids[num_tokens:]
-        shortened = num_tokens < sequence.num_tokens
+        dropped_tokens = sequence.num_tokens - num_tokens
         sequence.num_tokens = num_tokens
         sequence.version += 1
         sequence.touch()
+        if dropped_tokens and Truncated in self.events.wanted:
+            self.events.note(
+                Truncated(
+                    request_id=sequence.request_id,
+                    cache_id=sequence.cache_id,
+                    num_tokens=num_tokens,
+                    dropped_tokens=dropped_tokens,
+                )
+            )
         self.books.release(dropped)
-        if shortened:
+        if dropped_tokens:
             self.books.scrub_tail(sequence.blocks, num_tokens)
 
     def expire_prefixes(self) -> None:
@@ -421,18 +496,18 @@ class SequenceStore:
             if sequence.references == 1 and sequence.transaction is not None:  # the step was dropped with the handle
                 self._steps.undo(sequence.transaction)
         finally:
-            self.drop_reference(sequence)
+            self.drop_reference(sequence, "dropped")
             self.reclaimed_sequences += sequence.references == 0
             self.reclaimed_blocks += self.books.allocator.free_block_count - free_before
 
     def _note_pressure(self) -> None:
         allocator = self.books.allocator
-        self.pressure.note(allocator.used_block_count, allocator.total_block_count)
+        self.pressure.note(allocator.used_block_count, allocator.total_block_count, self.events)
 
     def _after_release(self) -> None:
         if self._dropped:
             self._settle_now()
-        self.pressure.deliver()
+        self.events.deliver()
 
     # -- helpers -----------------------------------------------------------------------------------------
 
@@ -468,15 +543,30 @@ class SequenceStore:
         sequence.references = 1
         return sequence
 
-    def _free(self, sequence: CachedSequence) -> None:
+    def _free(self, sequence: CachedSequence, reason: FreeReason) -> None:
         """Keep a sequence for reuse if that is worth it, else give its memory back."""
+        held = sequence.num_tokens, len(sequence.blocks)
         try:
             self.prefixes.retain(sequence)
         finally:
+            self._note_freed(sequence, *held, reason)
             if sequence.is_kept:
                 self._end(sequence)
             else:
                 self._leave(sequence)
+
+    def _note_freed(self, sequence: CachedSequence, num_tokens: int, num_blocks: int, reason: FreeReason) -> None:
+        if Freed in self.events.wanted:
+            self.events.note(
+                Freed(
+                    request_id=sequence.request_id,
+                    cache_id=sequence.cache_id,
+                    num_tokens=num_tokens,
+                    num_blocks=num_blocks,
+                    kept_tokens=sequence.num_tokens if sequence.is_kept else 0,
+                    reason=reason,
+                )
+            )
 
     def _end(self, sequence: CachedSequence) -> None:
         """No handle can use the sequence any more."""
@@ -507,15 +597,26 @@ class SequenceStore:
         self.allocations -= 1
         self._leave(sequence)
 
-    def _drop_all(self) -> None:
+    def _drop_all(self, reason: Literal["reset", "closed"]) -> None:
         self.generation += 1
         transactions = {id(s.transaction): s.transaction for s in self.live.values() if s.transaction is not None}
         with ExitStack() as stack:  # last in, first out; all of it, even if the storage raises
+            stack.callback(self._note_end, reason, len(self.live))
             for sequence in self.live.values():
-                stack.callback(self._leave, sequence)
+                stack.callback(self._end_live, sequence, reason)
             stack.callback(self.prefixes.clear)
             for transaction in transactions.values():
                 stack.callback(self._steps.undo, transaction)
+
+    def _end_live(self, sequence: CachedSequence, reason: FreeReason) -> None:
+        self._note_freed(sequence, sequence.num_tokens, len(sequence.blocks), reason)
+        self._leave(sequence)
+
+    def _note_end(self, reason: Literal["reset", "closed"], num_sequences: int) -> None:
+        self._note_pressure()  # before, so that nothing follows the end
+        kind = Reset if reason == "reset" else Closed
+        if kind in self.events.wanted:
+            self.events.note(kind(num_sequences=num_sequences))
 
     def _unused_name(self, request_id: str | None) -> str:
         check_request_id(request_id)

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from typing import Literal
 
 from kvcache_core.books import Books
+from kvcache_core.events import Aborted, Committed, StepPart
+from kvcache_core.observing import EventQueue
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence
@@ -62,10 +64,11 @@ class Transaction:
 class Transactions:
     """Begins, commits and undoes steps over one cache; all methods run under its lock."""
 
-    def __init__(self, books: Books, storage: Storage, prefixes: PrefixCache) -> None:
+    def __init__(self, books: Books, storage: Storage, prefixes: PrefixCache, events: EventQueue) -> None:
         self._books = books
         self._storage = storage
         self._prefixes = prefixes
+        self._events = events
 
     def begin(self, wanted: Sequence[Wanted]) -> Transaction:
         """Reserve room for the new tokens of every sequence, or for none; each of them may be changed.
@@ -126,6 +129,8 @@ class Transactions:
         transaction.end("committed")
         if not shortened:
             transaction.versions = transaction.current_versions()
+        if Committed in self._events.wanted:
+            self._events.note(Committed(parts=_told(parts)))
         self._books.release(unneeded)
         for part, stop in shortened:
             self._books.scrub_tail(part.sequence.blocks, stop)
@@ -133,6 +138,8 @@ class Transactions:
     def undo(self, transaction: Transaction) -> None:
         """Put the sequences back to before their step, memory included."""
         transaction.end("aborted")
+        if Aborted in self._events.wanted:
+            self._events.note(Aborted(parts=_told(transaction.parts, kept=False)))
         self._undo(transaction.parts)
 
     def _undo(self, parts: Sequence[Reservation]) -> None:
@@ -149,3 +156,16 @@ class Transactions:
                 self._books.scrub_tail(sequence.blocks, part.start)
         finally:
             self._storage.truncate(sequence.slot, part.start)
+
+
+def _told(parts: Sequence[Reservation], *, kept: bool = True) -> tuple[StepPart, ...]:
+    """What observers hear of a step that is over."""
+    return tuple(
+        StepPart(
+            request_id=part.sequence.request_id,
+            cache_id=part.sequence.cache_id,
+            new_tokens=part.sequence.num_tokens - part.start if kept else 0,
+            num_tokens=part.sequence.num_tokens,
+        )
+        for part in parts
+    )

@@ -7,6 +7,7 @@ import pytest
 from kvcache_core import CacheFullError
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.books import Books
+from kvcache_core.observing import EventQueue
 from kvcache_core.plugin import BlockRows
 from tests.caches import StorageFailed, failing, make_spec
 from tests.storages.paged import PagedStorage
@@ -19,7 +20,7 @@ def storage() -> PagedStorage:
 
 @pytest.fixture
 def books(storage: PagedStorage) -> Books:
-    return Books(BlockAllocator(6, 4), storage, scrub=True)
+    return Books(BlockAllocator(6, 4), storage, EventQueue("cache"), scrub=True)
 
 
 def test_taking_and_releasing_moves_blocks_between_free_and_used(books: Books) -> None:

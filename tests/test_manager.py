@@ -306,6 +306,7 @@ def test_closing_twice_is_harmless_and_everything_else_is_refused(cache: KvCache
         lambda: cache.extend("x", 1),
         lambda: cache.extend(handle, 1),
         lambda: cache.set_pressure_callback(None),
+        lambda: cache.subscribe(print),
         lambda: cache.explain(token_ids=[1]),
         lambda: cache.enable_prefix_caching(True),
         cache.reset_prefix_cache,

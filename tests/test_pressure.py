@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from kvcache_core import ConfigError, KvCacheManager, KvCacheWarning, MemoryPressure
+from kvcache_core.events import CacheEvent, PressureChanged
+from kvcache_core.observing import EventQueue
 from kvcache_core.pressure import PressureMonitor
 from tests.caches import NewCache, filled
 
@@ -41,82 +41,18 @@ def test_equal_thresholds_skip_a_level() -> None:
     assert [monitor.level(used, 10) for used in (4, 5, 9, 10)] == [LOW, HIGH, HIGH, CRITICAL]
 
 
-def test_the_observer_hears_changes_only(monitor: PressureMonitor) -> None:
-    heard: list[MemoryPressure] = []
-    monitor.callback = heard.append
+def test_changes_only_are_noted(monitor: PressureMonitor) -> None:
+    heard: list[PressureChanged] = []
+    events = EventQueue("cache")
+    events.add(heard.append, frozenset({PressureChanged}), label="the test", first=CacheEvent())
     for used in (10, 61, 61, 70, 96, 100, 50, 0):
-        monitor.note(used, 100)
-        monitor.deliver()
-    assert heard == [MEDIUM, CRITICAL, LOW]
-
-
-def test_a_change_that_nobody_wanted_to_hear_is_not_told_later(monitor: PressureMonitor) -> None:
-    heard: list[MemoryPressure] = []
-    monitor.note(90, 100)
-    monitor.callback = heard.append
-    monitor.deliver()
-    assert heard == []
-    monitor.note(0, 100)
-    monitor.deliver()
-    assert heard == [LOW]
-
-
-def test_an_observer_that_was_removed_hears_nothing_more(monitor: PressureMonitor) -> None:
-    monitor.callback = lambda level: pytest.fail("was removed")
-    monitor.note(90, 100)
-    monitor.callback = None
-    monitor.deliver()
-
-
-def test_an_observer_that_raises_is_reported_once_and_disturbs_nobody(monitor: PressureMonitor) -> None:
-    def broken(level: MemoryPressure) -> None:
-        raise ZeroDivisionError("mine")
-
-    monitor.callback = broken
-    monitor.note(90, 100)
-    with pytest.warns(KvCacheWarning, match=r"memory-pressure callback raised ZeroDivisionError\('mine'\)"):
-        monitor.deliver()
-    monitor.note(0, 100)
-    monitor.deliver()
-
-
-def test_an_interrupt_in_the_observer_passes_and_later_changes_are_still_told(monitor: PressureMonitor) -> None:
-    heard: list[MemoryPressure] = []
-
-    def interrupted(level: MemoryPressure) -> None:
-        heard.append(level)
-        if level is HIGH:
-            raise KeyboardInterrupt
-
-    monitor.callback = interrupted
-    monitor.note(90, 100)
-    with pytest.raises(KeyboardInterrupt):
-        monitor.deliver()
-    monitor.note(0, 100)
-    monitor.deliver()
-    assert heard == [HIGH, LOW]
-
-
-def test_changes_during_a_delivery_are_told_after_it_and_in_order(monitor: PressureMonitor) -> None:
-    heard: list[MemoryPressure] = []
-    telling, go_on = threading.Event(), threading.Event()
-
-    def slow(level: MemoryPressure) -> None:
-        telling.set()
-        assert go_on.wait(10)
-        heard.append(level)
-
-    monitor.callback = slow
-    monitor.note(90, 100)
-    thread = threading.Thread(target=monitor.deliver)
-    thread.start()
-    assert telling.wait(10)
-    monitor.note(0, 100)
-    monitor.deliver()
-    assert heard == []
-    go_on.set()
-    thread.join()
-    assert heard == [HIGH, LOW]
+        monitor.note(used, 100, events)
+    events.deliver()
+    assert [(event.previous, event.level, event.used_blocks, event.total_blocks) for event in heard] == [
+        (LOW, MEDIUM, 61, 100),
+        (MEDIUM, CRITICAL, 96, 100),
+        (CRITICAL, LOW, 50, 100),
+    ]
 
 
 # -- through a cache -----------------------------------------------------------------------------------------
@@ -133,6 +69,33 @@ def test_a_cache_tells_levels_as_blocks_come_and_go(cache: KvCacheManager) -> No
     cache.set_pressure_callback(None)
     filled(cache, 40)
     assert len(heard) == 6
+
+
+def test_a_change_that_nobody_wanted_to_hear_is_not_told_later(cache: KvCacheManager) -> None:
+    handle = filled(cache, 48)
+    heard: list[MemoryPressure] = []
+    cache.set_pressure_callback(heard.append)
+    assert heard == []
+    handle.free()
+    assert heard == [LOW]
+
+
+def test_a_callback_takes_the_place_of_the_one_before(cache: KvCacheManager) -> None:
+    heard: list[MemoryPressure] = []
+    cache.set_pressure_callback(lambda level: pytest.fail("was replaced"))
+    cache.set_pressure_callback(heard.append)
+    filled(cache, 48)
+    assert heard == [MEDIUM]
+
+
+def test_a_callback_that_raises_is_reported_once_and_disturbs_nobody(cache: KvCacheManager) -> None:
+    def broken(level: MemoryPressure) -> None:
+        raise ZeroDivisionError("mine")
+
+    cache.set_pressure_callback(broken)
+    with pytest.warns(KvCacheWarning, match=r"the memory-pressure callback raised ZeroDivisionError\('mine'\)"):
+        handle = filled(cache, 48)
+    handle.free()
 
 
 def test_an_observer_may_use_the_cache(cache: KvCacheManager) -> None:

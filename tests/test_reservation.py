@@ -6,6 +6,7 @@ import pytest
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.books import Books
+from kvcache_core.observing import EventQueue
 from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence
 from tests.caches import StorageFailed, failing, make_spec
@@ -17,7 +18,7 @@ class Setting:
 
     def __init__(self, tokens: int, shared: tuple[int, ...] = (), reserved: int = 0) -> None:
         self.storage = PagedStorage(make_spec())
-        self.books = Books(BlockAllocator(16, 4), self.storage, scrub=False)
+        self.books = Books(BlockAllocator(16, 4), self.storage, EventQueue("cache"), scrub=False)
         blocks = self.books.take(-(-tokens // 4) + reserved, purpose="for a test")
         self.books.share([blocks[index] for index in shared])
         self.sequence = CachedSequence("kv-1", "chat", 64, 0, 0, None, blocks, num_tokens=tokens)

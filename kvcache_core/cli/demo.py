@@ -97,13 +97,11 @@ def demo(
     with Waiting() as waiting:
         waiting.phase("starting")
         loaded = load_model(model, dtype=dtype, device=cache_config.device, report=waiting.phase)
-        cache = open_for(loaded, cache_config)
     say: Say = _nothing if as_json else typer.secho
-    say(
-        f"{loaded.name} in {str(loaded.model.dtype).removeprefix('torch.')}, cache on {cache.manager.backend}",
-        bold=True,
-    )
-    outcome = _run(loaded, cache, say)
+    with open_for(loaded, cache_config) as cache:
+        dtype_name = str(loaded.model.dtype).removeprefix("torch.")
+        say(f"{loaded.name} in {dtype_name}, cache on {cache.manager.backend}", bold=True)
+        outcome = _run(loaded, cache, say)
     seconds = time.perf_counter() - started
     if as_json:
         print_json(_as_json(outcome, loaded.name, seconds))

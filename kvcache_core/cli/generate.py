@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from kvcache_core.cli.model_options import (
     read_config,
 )
 from kvcache_core.cli.output import JsonFlag, print_json
+from kvcache_core.cli.trace import Trace, TraceFile
 
 if TYPE_CHECKING:
     from kvcache_core.integrations.generation import Generation
@@ -49,6 +51,7 @@ def generate(
     device: DeviceName = None,
     config: ConfigFile = None,
     option: BackendOptions = None,
+    trace: TraceFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Send a prompt through a model on a cache of your choice.
@@ -68,10 +71,12 @@ def generate(
     let_waiting_threads_sleep()
     started = time.perf_counter()
     cache_config = read_config(backend=backend, device=device, config_file=config, options=option)
-    with Waiting() as waiting:
+    with ExitStack() as stack:
+        observer = None if trace is None else stack.enter_context(Trace.into(trace))
+        waiting = stack.enter_context(Waiting())
         waiting.phase("starting")
         loaded = load_model(model, dtype=dtype, device=cache_config.device, report=waiting.phase)
-        cache = open_for(loaded, cache_config)
+        cache = stack.enter_context(open_for(loaded, cache_config, observer))
         load_s = time.perf_counter() - started
 
         import torch  # noqa: PLC0415

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from kvcache_core.config import CacheConfig
     from kvcache_core.integrations.models import LoadedModel
     from kvcache_core.integrations.transformers import KvCache
+    from kvcache_core.observing import Observer
 
 __all__ = [
     "BackendName",
@@ -115,11 +118,26 @@ def read_config(
     return config
 
 
-def open_for(loaded: LoadedModel, config: CacheConfig) -> KvCache:
-    """A cache for the model, which attends through it from now on."""
-    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache  # noqa: PLC0415 - brings in torch
+@contextmanager
+def open_for(loaded: LoadedModel, config: CacheConfig, observer: Observer | None = None) -> Iterator[KvCache]:
+    """A cache for the model, which attends through it from now on; closed in the end.
 
-    cache = KvCache.for_model(loaded.model, config)
-    if loaded.model.config._attn_implementation == "sdpa":
-        loaded.model.set_attn_implementation(ATTENTION_NAME)
-    return cache
+    Args:
+        loaded: The model.
+        config: The cache's configuration.
+        observer: Told what happens in the cache, its closing included.
+    """
+    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache  # noqa: PLC0415 - brings in torch
+    from kvcache_core.integrations.transformers.opening import config_for_model  # noqa: PLC0415
+    from kvcache_core.opening import open_cache  # noqa: PLC0415
+
+    with open_cache(config_for_model(loaded.model, config, {})) as manager:
+        if observer is not None:
+            manager.subscribe(observer)
+        cache = KvCache(manager, loaded.model)
+        if loaded.model.config._attn_implementation == "sdpa":
+            loaded.model.set_attn_implementation(ATTENTION_NAME)
+        try:
+            yield cache
+        finally:
+            cache.free()

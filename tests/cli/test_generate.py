@@ -172,6 +172,79 @@ def test_a_prompt_longer_than_the_cache_is_refused(ask_json: Callable[..., dict[
     assert (error["needed"] > error["free"], error["type"]) == (True, "CacheFullError")
 
 
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+def lines_of(trace: Path) -> list[dict[str, Any]]:
+    text = trace.read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_trace_has_a_line_for_everything_that_happens_in_the_cache(
+    ask_json: Callable[..., dict[str, Any]], trace: Path
+) -> None:
+    trace.write_text("of an earlier run\n")
+    answer = ask_json("-n", "5", "--trace", str(trace))
+    lines = lines_of(trace)
+    assert [line["event"] for line in lines] == ["attached", "allocated", *["committed"] * 5, "freed", "closed"]
+    assert lines[0]["backend"] == answer["backend"]
+    assert lines[0]["bytes_per_block"] == answer["cache_bytes"]
+    assert [line["number"] for line in lines] == list(range(1, 10))
+    assert [part["new_tokens"] for line in lines[2:7] for part in line["parts"]] == [7, 1, 1, 1, 1]
+    assert lines[7]["num_tokens"] == 11
+    assert len({line["manager_id"] for line in lines}) == 1
+
+
+def test_a_trace_changes_nothing_else(ask: Ask, trace: Path) -> None:
+    assert ask("-n", "5", "--trace", str(trace)).stdout == ask("-n", "5").stdout
+
+
+def test_a_trace_is_whole_when_generating_fails(ask: Ask, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcache_core.integrations.transformers import KvCache
+
+    original, calls = KvCache.update, []
+
+    def failing(cache: KvCache, *arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 10:  # in the third of the model's passes, over four layers each
+            raise ZeroDivisionError
+        return original(cache, *arguments, **named)
+
+    monkeypatch.setattr(KvCache, "update", failing)
+    result = ask("-n", "5", "--trace", str(trace))
+    assert type(result.exception) is ZeroDivisionError
+    lines = lines_of(trace)
+    assert [line["event"] for line in lines] == [
+        "attached", "allocated", "committed", "committed", "aborted", "freed", "closed"
+    ]  # fmt: skip
+    assert lines[4]["parts"][0]["num_tokens"] == lines[5]["num_tokens"] == 8
+
+
+def test_a_trace_tells_of_the_refusal_of_a_cache_that_is_too_small(ask: Ask, trace: Path) -> None:
+    assert ask("-n", "508", "--trace", str(trace)).exit_code == 2
+    assert [line["event"] for line in lines_of(trace)] == ["attached", "allocated", "freed", "closed"]
+
+
+def test_a_trace_that_cannot_be_written_is_found_before_a_model_is_loaded(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load_model", pytest.fail)
+    result = ask("--trace", str(tmp_path / "no" / "trace.jsonl"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("ConfigError: cannot write the trace ")
+
+
+def test_a_disk_that_is_full_is_reported_once_and_generating_goes_on(ask: Ask) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    result = ask("-n", "5", "--trace", "/dev/full")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("(the trace /dev/full) raised OSError(28") == 1
+
+
 def test_wrong_options_are_found_before_a_model_is_loaded(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "load_model", pytest.fail)
     assert "options.nope" in ask("--option", "nope=1").stderr
