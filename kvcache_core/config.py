@@ -103,6 +103,7 @@ class ConfigValues(TypedDict, total=False):
     backend: str
     backend_order: Sequence[str]
     disable: Sequence[str]
+    observers: Sequence[str]
     device: Any  # a name or a torch.device: core does not import torch
     dtype: Any  # a name or a torch.dtype
     allow_dtype_cast: bool
@@ -137,6 +138,10 @@ class CacheConfig(FrozenModel):
         description='Backends that "auto" tries first, in this order; the others follow by priority.',
     )
     disable: Names = Field(default=(), description='Backends or distributions that are not used; "*" stands for all.')
+    observers: Names = Field(
+        default=(),
+        description="Installed observers that are told what happens in the cache; no other is imported.",
+    )
     device: DeviceName = Field(
         default="auto",
         description="Device that holds the cache, by torch's name; \"auto\" for the backend's choice.",

@@ -56,7 +56,7 @@ class Disabled:
         return cls(tuple(ban for ban in bans if ban.word))
 
     def ban_on(self, item: Entry | Backend) -> Ban | None:
-        """Return what switches a backend off, or None."""
+        """Return what switches a backend or an observer off, or None."""
         owner = item.distribution.key if item.distribution else None
         names = {item.name, item.qualified, owner}
         return next(
@@ -71,7 +71,7 @@ class Disabled:
     def warn_unknown(self, registry: BackendRegistry) -> None:
         """Warn, once for each word, about what names nothing that is or could be installed."""
         known: set[str] = {*FIRST_PARTY, *FIRST_PARTY.values()}
-        items: list[Entry | Backend] = [*registry.entries(), *registry.registered()]
+        items: list[Entry | Backend] = [*registry.entries(), *registry.observers(), *registry.registered()]
         for item in items:
             known |= {item.name, item.qualified}
             if item.distribution:

@@ -1,6 +1,6 @@
 """What is installed: a scan of distribution metadata that imports no plugin and survives any neighbour.
 
-Only the text of `entry_points.txt` is read, and METADATA only where that text names our group. A distribution
+Only the text of `entry_points.txt` is read, and METADATA only where that text names one of our groups. A distribution
 that is broken costs itself and nobody else: what was wrong is recorded as a `DiscoveryProblem`, never raised.
 """
 
@@ -18,15 +18,19 @@ from kvcache_core._compat import MetadataFinder
 from kvcache_core.names import canonical, name_problem
 from kvcache_core.plugin import ENTRY_POINT_GROUP
 
-__all__ = ["Catalogue", "DiscoveryProblem", "Distribution", "Entry", "scan"]
+__all__ = ["OBSERVER_GROUP", "Catalogue", "DiscoveryProblem", "Distribution", "Entry", "scan"]
 
+#: The entry-point group in which distributions name the modules of their observers.
+OBSERVER_GROUP = "kvcache_core.observers"
+
+_GROUPS = (ENTRY_POINT_GROUP, OBSERVER_GROUP)
 _DISTRIBUTION_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 _EXTRAS = re.compile(r"\s*\[[^]]*\]\s*$")
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """An installed distribution that provides backends.
+    """An installed distribution that provides backends or observers.
 
     Attributes:
         name: As its METADATA spells it.
@@ -55,10 +59,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Entry:
-    """One backend that a distribution announces: a line of its `entry_points.txt`.
+    """One backend or observer that a distribution announces: a line of its `entry_points.txt`.
 
     Attributes:
-        name: The backend's canonical name.
+        name: Its canonical name.
         module: The plugin module.
         distribution: Who provides it.
     """
@@ -83,7 +87,7 @@ class DiscoveryProblem:
         location: The file, directory or path entry.
         distribution: The distribution's name where it is known.
         line: The line of `entry_points.txt`, counted from 1.
-        breaks_plugin: Whether a backend is lost through it; otherwise it is only worth knowing.
+        breaks_plugin: Whether a plugin is lost through it; otherwise it is only worth knowing.
     """
 
     code: str
@@ -96,9 +100,10 @@ class DiscoveryProblem:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The result of a scan: the announced backends, by name, and what was wrong on the way."""
+    """The result of a scan: the announced backends and observers, by name, and what was wrong on the way."""
 
     entries: tuple[Entry, ...] = ()
+    observers: tuple[Entry, ...] = ()
     problems: tuple[DiscoveryProblem, ...] = ()
 
 
@@ -106,11 +111,18 @@ class Catalogue:
 class _Scan:
     """Findings of a scan in progress."""
 
-    entries: dict[str, list[Entry]] = field(default_factory=dict)  # by canonical name of the distribution
+    # By group, then by canonical name of the distribution.
+    entries: dict[str, dict[str, list[Entry]]] = field(default_factory=lambda: {group: {} for group in _GROUPS})
     problems: list[DiscoveryProblem] = field(default_factory=list)
 
     def report(self, code: str, location: str, reason: str, **details: Any) -> None:
-        self.problems.append(DiscoveryProblem(code, reason, location, **details))
+        problem = DiscoveryProblem(code, reason, location, **details)
+        if problem not in self.problems:  # both groups of a distribution may have the same one
+            self.problems.append(problem)
+
+    def announced(self, group: str) -> tuple[Entry, ...]:
+        entries = [entry for claimed in self.entries[group].values() for entry in claimed]
+        return tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution.key)))
 
 
 def scan(finders: Sequence[MetadataFinder] | None = None) -> Catalogue:
@@ -130,10 +142,7 @@ def scan(finders: Sequence[MetadataFinder] | None = None) -> Catalogue:
             _read(distribution, location, found)
         except Exception as error:  # noqa: BLE001 - whatever a foreign distribution does, the others are read
             found.report("unreadable", location, f"reading it raised {type(error).__name__}: {error}")
-    entries = [entry for claimed in found.entries.values() for entry in claimed]
-    return Catalogue(
-        tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution.key))), tuple(found.problems)
-    )
+    return Catalogue(found.announced(ENTRY_POINT_GROUP), found.announced(OBSERVER_GROUP), tuple(found.problems))
 
 
 def _read(distribution: Any, location: str, found: _Scan) -> None:
@@ -143,13 +152,13 @@ def _read(distribution: Any, location: str, found: _Scan) -> None:
     try:
         text = distribution.read_text("entry_points.txt")
     except UnicodeDecodeError as error:
-        ours = ENTRY_POINT_GROUP.encode() in error.object
+        ours = any(group.encode() in error.object for group in _GROUPS)
         found.report("not-utf8", location, "entry_points.txt is not UTF-8", breaks_plugin=ours)
         return
     if text is None:
         _check_absence(distribution, location, found)
-    elif ENTRY_POINT_GROUP in text:
-        _read_backends(distribution, location, text, found)
+    elif ENTRY_POINT_GROUP in text or OBSERVER_GROUP in text:
+        _read_groups(distribution, location, text, found)
 
 
 def _check_absence(distribution: Any, location: str, found: _Scan) -> None:
@@ -164,13 +173,17 @@ def _check_absence(distribution: Any, location: str, found: _Scan) -> None:
         found.report("nameless", location, "its METADATA is missing or has no Name; it is ignored")
 
 
-def _read_backends(distribution: Any, location: str, text: str, found: _Scan) -> None:
-    lines = list(_section(text))
-    if not lines:
-        return
-    owner = _identify(distribution, location, found)
+def _read_groups(distribution: Any, location: str, text: str, found: _Scan) -> None:
+    sections = {group: lines for group in _GROUPS if (lines := list(_section(text, group)))}
+    owner = _identify(distribution, location, found) if sections else None
     if owner is None:
         return
+    for group, lines in sections.items():
+        _keep_first(group, owner, _entries(owner, lines, found), found)
+
+
+def _entries(owner: Distribution, lines: Sequence[tuple[int, str]], found: _Scan) -> list[Entry]:
+    """Return what the lines of a group announce, and report those that announce nothing."""
     entries: dict[str, Entry] = {}
     for number, line in lines:
         name, equals, value = (part.strip() for part in line.partition("="))
@@ -178,24 +191,24 @@ def _read_backends(distribution: Any, location: str, text: str, found: _Scan) ->
         problem = _line_problem(line, name, equals, module)
         key = canonical(name)
         if problem is None and key in entries:
-            problem = "duplicate", f"the backend {key!r} is announced twice; the first line counts"
+            problem = "duplicate", f"{key!r} is announced twice; the first line counts"
         if problem is None:
             entries[key] = Entry(key, module, owner)
         else:
             code, reason = problem
             found.report(
-                code, location, reason, distribution=owner.name, line=number, breaks_plugin=code != "duplicate"
+                code, owner.metadata, reason, distribution=owner.name, line=number, breaks_plugin=code != "duplicate"
             )
-    _keep_first(owner, list(entries.values()), found)
+    return list(entries.values())
 
 
-def _section(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of our group."""
+def _section(text: str, group: str) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a group."""
     inside = False
     for number, raw in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         line = raw.strip()
         if line.startswith("[") and line.endswith("]"):
-            inside = line[1:-1].strip() == ENTRY_POINT_GROUP
+            inside = line[1:-1].strip() == group
         elif inside and line and line[0] not in "#;":
             yield number, line
 
@@ -219,26 +232,27 @@ def _identify(distribution: Any, location: str, found: _Scan) -> Distribution | 
         return None
     if name is None or not _DISTRIBUTION_NAME.fullmatch(name):
         reason = f"{name!r} is not a distribution name" if name else "its METADATA is missing or has no Name"
-        found.report("nameless", location, f"{reason}; the backends it announces are ignored", breaks_plugin=True)
+        found.report("nameless", location, f"{reason}; what it announces is ignored", breaks_plugin=True)
         return None
     editable, url = _compat.direct_url(distribution)
     source = url.removeprefix("file://") if editable and url else None
     return Distribution(name, version or "unknown", os.path.dirname(location) or location, location, editable, source)
 
 
-def _keep_first(owner: Distribution, entries: list[Entry], found: _Scan) -> None:
-    """Enter a distribution's backends unless an earlier copy of the same distribution already did."""
-    earlier = found.entries.get(owner.key)
+def _keep_first(group: str, owner: Distribution, entries: list[Entry], found: _Scan) -> None:
+    """Enter what a distribution announces unless an earlier copy of the same distribution already did."""
+    claimed = found.entries[group]
+    earlier = claimed.get(owner.key)
     if not entries or not earlier:
         if entries:
-            found.entries[owner.key] = entries
+            claimed[owner.key] = entries
         return
     other = earlier[0].distribution
     if os.path.realpath(other.metadata) == os.path.realpath(owner.metadata):
         return  # the same directory reached by two path entries
     # Within one directory the order is the file system's and means nothing: the newest version counts.
     if other.location == owner.location and _version_order(owner.version) > _version_order(other.version):
-        found.entries[owner.key] = entries
+        claimed[owner.key] = entries
         owner, other = other, owner
     found.report(
         "shadowed",

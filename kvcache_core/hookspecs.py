@@ -6,14 +6,17 @@ failing hook stays that plugin's trouble, nothing has to be rolled back, and no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pluggy
 
+from kvcache_core.events import CacheEvent
 from kvcache_core.plugin import BackendDescriptor, HostInfo
 
-__all__ = ["PROJECT", "HookError", "KvCacheHooks", "hookspec", "query_backends"]
+__all__ = ["PROJECT", "HookError", "KvCacheHooks", "event_hooks", "hookspec", "query_backends"]
 
 #: pluggy's project name; also that of `kvcache_core.plugin.hookimpl`.
 PROJECT = "kvcache_core"
@@ -32,6 +35,16 @@ class KvCacheHooks:
             host: The kvcache-core that asks.
         """
 
+    @hookspec
+    def kvcache_event(self, event: CacheEvent) -> None:
+        """Hear of something that happened in a cache whose configuration names this observer.
+
+        Called outside all locks, one event after the other; an observer that raises is reported once.
+
+        Args:
+            event: What happened, as one of the classes of `kvcache_core.events`.
+        """
+
 
 class HookError(Exception):
     """A plugin module does not implement its hooks as specified."""
@@ -44,24 +57,10 @@ def query_backends(module: ModuleType, host: HostInfo) -> tuple[BackendDescripto
         HookError: The module implements no such hook, or one of a wrong shape or result.
         Exception: Whatever the hook itself raises.
     """
-    # Anything else could compare, hash or evaluate properties as it likes, inside pluggy.
-    if not isinstance(module, ModuleType):
-        raise HookError(f"a plugin must be a module, not {type(module).__name__}")
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(KvCacheHooks)
-    try:
-        manager.register(module, module.__name__)
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        known = ", ".join(name for name in vars(KvCacheHooks) if name.startswith("kvcache_"))
-        raise HookError(f"{' '.join(str(error).split())} (the hooks are: {known})") from error
-    implementations = manager.hook.kvcache_backends.get_hookimpls()
-    if not implementations:
-        raise HookError(f"{module.__name__} implements no kvcache_backends hook; mark the function with @hookimpl")
+    implementations = _implementations(module, "kvcache_backends")
     declared: list[BackendDescriptor] = []
     for implementation in implementations:
-        arguments = [host for _ in implementation.argnames]
-        declared += _checked(implementation.function(*arguments))
+        declared += _checked(implementation(host))
     names = [descriptor.name for descriptor in declared]
     if len(set(names)) < len(names):
         raise HookError(f"kvcache_backends declares a backend twice: {', '.join(sorted(names))}")
@@ -75,3 +74,35 @@ def _checked(result: object) -> Iterable[BackendDescriptor]:
     if isinstance(result, Sequence) and not isinstance(result, str):
         shown += " of " + ", ".join(sorted({type(item).__name__ for item in result}))
     raise HookError(f"kvcache_backends must return a list of BackendDescriptor, not {shown}")
+
+
+def event_hooks(module: ModuleType) -> tuple[Callable[[CacheEvent], object], ...]:
+    """Return a plugin module's `kvcache_event` hooks, to be called with each event.
+
+    Raises:
+        HookError: The module implements no such hook, or one of a wrong shape.
+    """
+    return tuple(_implementations(module, "kvcache_event"))
+
+
+def _implementations(module: ModuleType, hook: str) -> list[Callable[[Any], Any]]:
+    """Return a module's implementations of a hook, as functions of the one argument that every hook has."""
+    # Anything else could compare, hash or evaluate properties as it likes, inside pluggy.
+    if not isinstance(module, ModuleType):
+        raise HookError(f"a plugin must be a module, not {type(module).__name__}")
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(KvCacheHooks)
+    try:
+        manager.register(module, module.__name__)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        known = ", ".join(name for name in vars(KvCacheHooks) if name.startswith("kvcache_"))
+        raise HookError(f"{' '.join(str(error).split())} (the hooks are: {known})") from error
+    found = getattr(manager.hook, hook).get_hookimpls()
+    if not found:
+        raise HookError(f"{module.__name__} implements no {hook} hook; mark the function with @hookimpl")
+    return [partial(_call, implementation) for implementation in found]
+
+
+def _call(implementation: pluggy.HookImpl, argument: object) -> Any:
+    return implementation.function(*[argument for _ in implementation.argnames])

@@ -13,7 +13,7 @@ from kvcache_core.block_table import blocks_for
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
-from kvcache_core.events import Attached, CacheEvent, PressureChanged
+from kvcache_core.events import EVENT_TYPES, Attached, CacheEvent, PressureChanged
 from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
@@ -30,6 +30,7 @@ from kvcache_core.swapping import swap_in, swap_out
 if TYPE_CHECKING:
     import torch
 
+    from kvcache_core.observers import NamedObserver
     from kvcache_core.storage import Storage
 
 __all__ = ["KvCacheManager"]
@@ -431,6 +432,12 @@ class KvCacheManager:
         wanted = kinds_among(observer, kinds)
         with self.store.locked():
             return self._add_observer(observer, wanted, f"an observer of the cache ({observer!r})")
+
+    def attach(self, observer: NamedObserver) -> None:
+        """Have an observer that a plugin provides hear of everything; for `open_cache`."""
+        with self.store.locked():
+            for hook in observer.hooks:
+                self._add_observer(hook, frozenset(EVENT_TYPES), f"the observer {observer.label}")
 
     def _add_observer(self, observer: Observer, kinds: frozenset[type[CacheEvent]], label: str) -> Subscription:
         store = self.store

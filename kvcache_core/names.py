@@ -24,12 +24,12 @@ def canonical(name: str) -> str:
 
 
 def name_problem(name: str) -> str | None:
-    """Say why `name` cannot be a backend's name, or return None when its canonical form can."""
+    """Say why a plugin cannot go by `name`, or return None when it can by its canonical form."""
     if canonical(name) == AUTO:
         return f"{name!r} is reserved for the automatic choice"
     # Only ASCII: some other letters, such as the Kelvin sign, become ASCII when lowered and could pose as it.
     if not name.isascii() or not _BACKEND_NAME.fullmatch(canonical(name)):
-        return f"{name!r} is not a backend name (letters, digits and single hyphens, starting with a letter)"
+        return f"{name!r} is not a usable name (letters, digits and single hyphens, starting with a letter)"
     return None
 
 

@@ -6,8 +6,10 @@ import os
 from typing import TYPE_CHECKING
 
 from kvcache_core.config import CacheConfig
+from kvcache_core.disabling import Disabled
 from kvcache_core.errors import ConfigError
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.observers import named_observers
 from kvcache_core.registry import BackendRegistry, get_registry
 from kvcache_core.selection import choose
 from kvcache_core.storage import StorageSpec
@@ -40,7 +42,8 @@ def open_cache(
         **overrides: Any key of the configuration; stands above everything else.
 
     Raises:
-        ConfigError: A value is wrong or missing, or the budget is too small for one block.
+        ConfigError: A value is wrong or missing, the budget is too small for one block, or an observer that the
+            configuration names cannot be used.
         BackendError: The backend cannot be found, loaded or used; see `kvcache_core.selection.choose`.
     """
     if not isinstance(config, CacheConfig):
@@ -55,6 +58,7 @@ def open_cache(
             key="geometry",
         )
     registry = registry or get_registry()
+    observers = named_observers(config, registry, Disabled.read(config))
     selection = choose(config, registry)
     storage_class = registry.load(selection.backend)
     num_blocks = config.budget.resolve(
@@ -78,10 +82,13 @@ def open_cache(
         )
     )
     pressure = config.pressure
-    return KvCacheManager(
+    manager = KvCacheManager(
         storage,
         backend=selection.backend.name,
         allow_dtype_cast=config.allow_dtype_cast,
         pressure_thresholds=(pressure.medium, pressure.high, pressure.critical),
         prefix=config.prefix,
     )
+    for observer in observers:
+        manager.attach(observer)
+    return manager

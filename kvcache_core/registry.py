@@ -114,6 +114,10 @@ class BackendRegistry:
         """What installed distributions announce, by name. Reads metadata only."""
         return self._catalogue().entries
 
+    def observers(self) -> tuple[Entry, ...]:
+        """The observers that installed distributions announce, by name. Reads metadata only."""
+        return self._catalogue().observers
+
     def registered(self) -> tuple[Backend, ...]:
         """What this program registered, by name."""
         return tuple(backend for _, backend in sorted(self._state.registered.items()))

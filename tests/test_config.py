@@ -23,6 +23,7 @@ UNUSUAL: dict[str, Any] = {
     "backend": "acme-kvcache:cuda",
     "backend_order": ("cuda", "cpu"),
     "disable": ("metal",),
+    "observers": ("acme",),
     "device": "cuda:1",
     "dtype": "float16",
     "allow_dtype_cast": True,
@@ -138,7 +139,7 @@ def test_a_bad_backend_name_is_refused(bad):
 
 
 @pytest.mark.parametrize("bad", ["cuda", "cuda,cpu", [""], [3], {"cuda"}, {"cuda": 1}, None, 3], ids=repr)
-@pytest.mark.parametrize("name", ["disable", "backend_order"])
+@pytest.mark.parametrize("name", ["disable", "backend_order", "observers"])
 def test_a_list_of_names_is_a_list_and_keeps_its_order(name, bad):
     assert refused(**{name: bad}).key == name
     assert getattr(CacheConfig(**{name: [" b ", "a"]}), name) == ("b", "a")
@@ -193,7 +194,7 @@ def test_mlx_lm_1392_an_unknown_key_is_refused_with_a_suggestion(wrong, right):
 
 
 def test_a_key_like_no_other_is_refused_with_all_keys():
-    assert "the keys are backend, backend_order, disable" in str(refused(zzz=1))
+    assert "the keys are backend, backend_order, disable, observers" in str(refused(zzz=1))
 
 
 def test_an_unknown_nested_key_is_refused_with_a_suggestion_from_its_own_table():

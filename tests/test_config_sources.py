@@ -141,10 +141,10 @@ def test_a_variable_sets_its_key(variable, text, key, value):
 
 def test_mlx_lm_1392_every_key_can_be_set_from_the_environment():
     config = load(
-        BACKEND="cpu", BACKEND_ORDER="a", DISABLE="b", DEVICE="cpu", DTYPE="float16", ALLOW_DTYPE_CAST="1",
-        OPTIONS__X="1", GEOMETRY__NUM_LAYERS="2", GEOMETRY__NUM_KV_HEADS="2", GEOMETRY__HEAD_DIM="8", BLOCK_SIZE="32",
-        BUDGET="1 block", INITIAL_BLOCKS="1", MAX_SEQUENCE_LENGTH="1", SCRUB_FREED="1", PRESSURE__MEDIUM="0.1",
-        PREFIX__ENABLED="0",
+        BACKEND="cpu", BACKEND_ORDER="a", DISABLE="b", OBSERVERS="c", DEVICE="cpu", DTYPE="float16",
+        ALLOW_DTYPE_CAST="1", OPTIONS__X="1", GEOMETRY__NUM_LAYERS="2", GEOMETRY__NUM_KV_HEADS="2",
+        GEOMETRY__HEAD_DIM="8", BLOCK_SIZE="32", BUDGET="1 block", INITIAL_BLOCKS="1", MAX_SEQUENCE_LENGTH="1",
+        SCRUB_FREED="1", PRESSURE__MEDIUM="0.1", PREFIX__ENABLED="0",
     )  # fmt: skip
     assert all(getattr(config, name) != getattr(CacheConfig(), name) for name in CacheConfig.model_fields)
     assert config.geometry == GEOMETRY
