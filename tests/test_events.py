@@ -13,6 +13,7 @@ import pytest
 
 from kvcache_core import CacheFullError, KvCacheManager, MemoryPressure
 from kvcache_core import events as kinds
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.events import (
     EVENT_TYPES,
     Aborted,
@@ -34,7 +35,6 @@ from kvcache_core.events import (
     StepPart,
     Truncated,
 )
-from kvcache_core.config import PrefixCacheConfig
 from tests.caches import STORAGES, NewCache, StorageFailed, failing, filled, grow, rows
 
 REUSING = {"prefix": PrefixCacheConfig(enabled=True, namespace="model")}
