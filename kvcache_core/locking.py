@@ -42,8 +42,8 @@ class Guard:
         after: Called outside the lock on every exit.
 
     Attributes:
-        to_be_continued: The same lock, for a first half of an operation: unless that raises, what is called outside
-            the lock waits for the exit of the second half.
+        to_be_continued: The same lock, for the first half of an operation: unless that raises, `after` is not called
+            on its exit, but by whoever does the second half.
     """
 
     __slots__ = ("_after", "_check", "_leaving", "_lock", "_settle", "to_be_continued")

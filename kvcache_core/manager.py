@@ -243,6 +243,7 @@ class KvCacheManager:
         """Return a handle for a reference that has been counted already; for core."""
         handle = self.storage.handle_type(self, sequence)
         sequence.note_handle(handle)
+        self.store.catch_up()
         return handle
 
     # -- steps -------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class SequenceStore:
         self.reclaimed_sequences = 0
         self.reclaimed_blocks = 0
         self.closed = False
-        self._guard = Guard(self.require_usable, self._settle_dropped, self._note_pressure, self._after_release)
+        self._guard = Guard(self.require_usable, self._settle_dropped, self._note_pressure, self.catch_up)
         self.books = Books(
             BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, events, scrub=spec.scrub
         )
@@ -172,7 +172,7 @@ class SequenceStore:
     ) -> CachedSequence:
         """Open a sequence with room for `num_tokens`, which starts with the cached prefix of `token_ids`.
 
-        Observers hear of it at the next operation, before which the caller makes a handle.
+        Observers hear of it when the caller has made a handle and calls `catch_up`.
         """
         with self._guard.to_be_continued:
             self._require_length(num_tokens, max_tokens)
@@ -504,7 +504,8 @@ class SequenceStore:
         allocator = self.books.allocator
         self.pressure.note(allocator.used_block_count, allocator.total_block_count, self.events)
 
-    def _after_release(self) -> None:
+    def catch_up(self) -> None:
+        """Do what waits until the lock is free: give back what was dropped meanwhile, and tell observers."""
         if self._dropped:
             self._settle_now()
         self.events.deliver()

@@ -261,7 +261,7 @@ def test_what_is_kept_and_evicted_is_told(new_cache: NewCache) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"max_prefixes": 1}, "limit"), ({"ttl_seconds": 0}, "expired")],
+    [({"max_prefixes": 1}, "limit"), ({"prefix_ttl_seconds": 1e-9}, "expired")],
     ids=["limit", "expired"],
 )
 def test_why_it_was_evicted_is_told(settings: dict[str, Any], reason: str, new_cache: NewCache) -> None:

@@ -237,6 +237,7 @@ def test_a_trace_that_cannot_be_written_is_found_before_a_model_is_loaded(
     assert result.stderr.startswith("ConfigError: cannot write the trace ")
 
 
+@pytest.mark.filterwarnings("default::kvcache_core.KvCacheWarning")
 def test_a_disk_that_is_full_is_reported_once_and_generating_goes_on(ask: Ask) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
