@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict
 from kvcache_core.descriptor_rules import check_descriptor
 from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
 from kvcache_core.handle import KvCacheHandle
+from kvcache_core.host_memory import host_memory
 from kvcache_core.storage import (
     CAPABILITIES,
     Batch,
@@ -62,6 +63,7 @@ __all__ = [
     "StorageSpec",
     "Unavailable",
     "hookimpl",
+    "host_memory",
 ]
 
 #: Version of the interface in this module. A plugin works when its major is the same and its minor not greater.

@@ -84,6 +84,7 @@ FOR_BACKENDS = [
     "StorageSpec",
     "Unavailable",
     "hookimpl",
+    "host_memory",
 ]
 
 

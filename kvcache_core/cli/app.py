@@ -12,6 +12,7 @@ from kvcache_core.cli.demo import demo
 from kvcache_core.cli.doctor import doctor
 from kvcache_core.cli.generate import generate
 from kvcache_core.cli.listing import list_backends
+from kvcache_core.cli.new_backend import new_backend
 from kvcache_core.cli.output import command
 from kvcache_core.cli.plan import plan
 from kvcache_core.cli.schema import schema
@@ -32,6 +33,7 @@ app.command("list")(command(list_backends))
 app.command("show")(command(show))
 app.command("doctor")(command(doctor))
 app.command("conformance")(command(conformance))
+app.command("new-backend")(command(new_backend))
 app.command("schema")(command(schema))
 app.command("plan")(command(plan))
 app.command("generate")(command(generate))

@@ -1,0 +1,36 @@
+"""Wheels of this repository, built once, and environments to install them into."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.environments import ROOT, Environment
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Builds the wheel of a project folder, once."""
+    built: dict[Path, Path] = {}
+
+    def build(project: Path) -> Path:
+        if project not in built:
+            folder = tmp_path_factory.mktemp("wheel")
+            command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, project]
+            subprocess.run(command, check=True, capture_output=True)
+            (built[project],) = folder.glob("*.whl")
+        return built[project]
+
+    return build
+
+
+@pytest.fixture
+def environment(tmp_path: Path, wheel: Callable[[Path], Path]) -> Environment:
+    """An environment in which the core is installed from its wheel, and nothing else of ours."""
+    made = Environment(tmp_path / "environment")
+    made.run("pip", "install", "--quiet", wheel(ROOT))
+    return made
