@@ -23,7 +23,10 @@ def test_help_names_every_command(run: Run) -> None:
         assert name in result.stdout
 
 
-@pytest.mark.parametrize("name", ["list", "show", "doctor", "schema", "plan", "generate", "demo", "conformance", "bench"])
+@pytest.mark.parametrize(
+    "name",
+    ["list", "show", "doctor", "schema", "plan", "generate", "demo", "conformance", "new-backend", "bench"],
+)
 def test_every_command_has_help_and_speaks_json(run: Run, name: str) -> None:
     result = run(name, "--help")
     assert result.exit_code == 0
