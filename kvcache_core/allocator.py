@@ -23,6 +23,9 @@ class BlockAllocator:
 
     `allocate_blocks` and `free_blocks` are for callers who extend a block table by hand; the methods from `take` on
     are for core alone.
+
+    Attributes:
+        names: How many sequences name each block, live or retained; for core to read.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lock: AbstractContextManager[Any] | None = None) -> None:
@@ -31,7 +34,7 @@ class BlockAllocator:
         self._lock: AbstractContextManager[Any] = lock or threading.Lock()
         self._never_used = 1  # ids from here on have not been handed out yet
         self._returned: list[int] = []
-        self._names = [0] * (num_blocks + 1)  # tables that name a block
+        self.names = self._names = [0] * (num_blocks + 1)  # tables that name a block
         self._retentions = [0] * (num_blocks + 1)  # of these, tables of retained sequences
         self._cached = 0
         self._loose: set[int] = set()

@@ -89,7 +89,8 @@ def _held_by_step(sequence: CachedSequence) -> list[int]:
     """Blocks that the open step of this sequence keeps so that it can go back to them."""
     if sequence.transaction is None:
         return []
-    return [block for part in sequence.transaction.parts if part.sequence is sequence for block in part.held_blocks]
+    rooms = sequence.transaction.rooms.values()
+    return [block for room in rooms if room.sequence is sequence for block in room.held_blocks]
 
 
 def audit_prefixes(

@@ -7,7 +7,7 @@ flash-attention, vLLM and torch's `varlen_attn` read.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +46,6 @@ class Batch:
     """The sequences of one step, packed along tokens in the order the caller named them.
 
     Attributes:
-        segments: One per sequence.
         num_tokens: Rows of every packed tensor: the new tokens of all sequences together.
         block_size: Tokens per block.
         device: Where the index tensors live (a `torch.device`).
@@ -56,18 +55,23 @@ class Batch:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        segments: Iterable[Segment],
         block_size: int,
         device: torch.device,
         upload: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        num_tokens: int | None = None,
     ) -> None:
-        self.segments = tuple(segments)
-        last = self.segments[-1] if self.segments else None
-        self.num_tokens = 0 if last is None else last.row + last.stop - last.start
+        self._segments = segments
+        self.num_tokens = sum(segment.num_new_tokens for segment in self.segments) if num_tokens is None else num_tokens
         self.block_size = block_size
         self.device = device
         self.plan: Any = None
         self.upload = upload
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """One per sequence."""
+        return tuple(self._segments)
 
     def _tensor(self, values: array[int]) -> torch.Tensor:
         """Return 64-bit (`"q"`) or 32-bit (`"i"`) integers as a tensor on the device."""

@@ -18,13 +18,14 @@ from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.names import device_fits
+from kvcache_core.new_tokens import NewTokens, pack
 from kvcache_core.observing import EventQueue, Observer, Subscription, kinds_among
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.pressure import PressureCallback, PressureMonitor
 from kvcache_core.sequence import AllocationRequest, CachedSequence, HandleState, unique_id
 from kvcache_core.sequence_store import SequenceStore
 from kvcache_core.stats import CacheGcStats, CacheManagerStats
-from kvcache_core.step import NewTokens, Step, make_batch, parse_new_tokens, require_named_once
+from kvcache_core.step import Step, make_batch, require_named_once
 from kvcache_core.swapping import swap_in, swap_out
 
 if TYPE_CHECKING:
@@ -262,15 +263,13 @@ class KvCacheManager:
             ShapeError: Token ids or a count that are no such thing.
         """
         handles = tuple(new_tokens)
-        wanted = []
-        for handle in handles:
-            sequence = self._own(handle)
-            count, token_ids = parse_new_tokens(new_tokens[handle])
-            wanted.append((sequence, count, token_ids))
-        require_named_once(handles)
-        transaction = self.store.reserve(wanted)
+        sequences = [self._own(handle) for handle in handles]
+        tokens = pack(tuple(new_tokens.values()))
+        if len(set(sequences)) < len(sequences):
+            require_named_once(handles)
+        transaction = self.store.reserve(sequences, tokens)
         try:
-            batch = make_batch(transaction.parts, self.storage)
+            batch = make_batch(transaction, self.storage)
             batch.plan = self.storage.plan(batch)
         except BaseException:
             self.store.finish(transaction, keep=False)

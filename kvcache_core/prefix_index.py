@@ -2,7 +2,7 @@
 
 A block is found by walking: from the root of its key, token block by token block, each compared in full. So a hit
 never rests on a hash. A block is *named* by a SHA-256 chain, the digest of the name of the block before it and of
-its own token ids, starting from the key; names are what may leave the process.
+its own token ids, starting from the key; names are what may leave the process, and are worked out when asked for.
 """
 
 from __future__ import annotations
@@ -30,37 +30,49 @@ class PrefixNode:
         parent: The block before it; a root has none.
         tokens: Its token ids, 8 bytes each; a root's are its encoded key.
         depth: Blocks from the root down to it, itself included.
-        name: The SHA-256 chain of its tokens and all before them.
         home: A sequence that holds it, one that is kept rather than a live one; a root has none.
         children: The blocks that follow it, by their tokens.
         tips: The sequences whose tip it is, in order of arrival.
     """
 
-    __slots__ = ("children", "depth", "home", "name", "parent", "tips", "tokens")
+    __slots__ = ("_name", "children", "depth", "home", "parent", "tips", "tokens")
 
     parent: PrefixNode
     home: CachedSequence
     tips: dict[CachedSequence, None] | None
+    _name: bytes | None
 
-    def __init__(self, tokens: bytes, depth: int, name: bytes) -> None:
+    def __init__(self, tokens: bytes, depth: int) -> None:
         self.tokens = tokens
         self.depth = depth
-        self.name = name
         self.children: dict[bytes, PrefixNode] = {}
-        self.tips = None  # made when needed: most blocks are no sequence's last one
+        self.tips = self._name = None  # made when needed: most blocks are no sequence's last one
 
     @classmethod
     def root(cls, key: PrefixKey) -> PrefixNode:
         """Return the root of a key's tree."""
-        return cls(key.encoded, 0, sha256(key.encoded).digest())
+        root = cls(key.encoded, 0)
+        root._name = sha256(key.encoded).digest()
+        return root
 
     def add_child(self, tokens: bytes, home: CachedSequence) -> PrefixNode:
         """Enter a block below this one."""
-        child = PrefixNode(tokens, self.depth + 1, sha256(self.name + tokens).digest())
+        self.children[tokens] = child = PrefixNode(tokens, self.depth + 1)
         child.parent = self
         child.home = home
-        self.children[tokens] = child
         return child
+
+    @property
+    def name(self) -> bytes:
+        """The SHA-256 chain of its tokens and all before them."""
+        unnamed, node = [], self
+        while node._name is None:
+            unnamed.append(node)
+            node = node.parent
+        for child in reversed(unnamed):
+            child._name = node.name_of_child(child.tokens)
+            node = child
+        return self._name  # type: ignore[return-value]
 
     def name_of_child(self, tokens: bytes) -> bytes:
         """The name of the block with these tokens below this one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from kvcache_core.block_table import blocks_for
@@ -23,19 +22,15 @@ class Reservation:
         sequence: Whose room it is.
         start: First position that will be written.
         stop: One past the last one.
-        token_ids: Ids of the tokens that will be written, if they are named.
         needed: Free blocks that `apply` takes.
     """
 
-    __slots__ = ("_copied", "_had_blocks", "needed", "sequence", "start", "stop", "token_ids")
+    __slots__ = ("_copied", "_had_blocks", "needed", "sequence", "start", "stop")
 
-    def __init__(
-        self, books: Books, sequence: CachedSequence, start: int, stop: int, token_ids: array[int] | None = None
-    ) -> None:
+    def __init__(self, books: Books, sequence: CachedSequence, start: int, stop: int) -> None:
         self.sequence = sequence
         self.start = start
         self.stop = stop
-        self.token_ids = token_ids
         #: (logical index, block named before, private block) of the copied block, once there is one.
         self._copied: tuple[int, int, int] | None = None
         size, blocks = books.block_size, sequence.blocks

@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from operator import add
 from typing import Any, Literal
 
 from kvcache_core.allocator import BlockAllocator
@@ -32,6 +33,7 @@ from kvcache_core.events import (
 )
 from kvcache_core.eviction import CacheEvictionPolicy
 from kvcache_core.locking import Guard, process_generation
+from kvcache_core.new_tokens import PackedTokens
 from kvcache_core.observing import EventQueue
 from kvcache_core.prefix import PrefixKey
 from kvcache_core.prefix_cache import PrefixCache
@@ -39,7 +41,7 @@ from kvcache_core.pressure import PressureMonitor
 from kvcache_core.sequence import CachedSequence, HandleState, check_request_id, unique_id
 from kvcache_core.stats import CacheHandleStats
 from kvcache_core.storage import Storage
-from kvcache_core.transaction import Transaction, Transactions, Wanted
+from kvcache_core.transaction import Transaction, Transactions
 from kvcache_core.validation import show
 
 __all__ = ["SequenceStore"]
@@ -443,15 +445,19 @@ class SequenceStore:
 
     # -- steps -------------------------------------------------------------------------------------------
 
-    def reserve(self, wanted: Sequence[Wanted]) -> Transaction:
+    def reserve(self, sequences: Sequence[CachedSequence], tokens: PackedTokens) -> Transaction:
         """Reserve room for the new tokens of every sequence, or for none."""
         with self.locked():
-            for sequence, count, _ in wanted:
-                self.require_changeable(sequence, "begin a step with")
-                stop = sequence.num_tokens + count
-                if stop > sequence.max_tokens:
-                    self._require_length(stop, sequence.max_tokens, held=len(sequence.blocks))
-            return self._steps.begin(wanted)
+            generation = self.generation
+            for each in sequences:
+                if each.transaction is not None or each.generation != generation or each.state is not _ACTIVE:
+                    self.require_changeable(each, "begin a step with")
+            starts = [each.num_tokens for each in sequences]
+            stops = list(map(add, starts, tokens.counts))
+            for each, stop in zip(sequences, stops, strict=True):
+                if stop > each.max_tokens:
+                    self._require_length(stop, each.max_tokens, held=len(each.blocks))
+            return self._steps.begin(Transaction(sequences, starts, stops, tokens))
 
     def finish(self, transaction: Transaction, *, keep: bool) -> None:
         """Commit a step, or undo it."""

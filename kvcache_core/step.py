@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvcache_core.batch import Batch, Segment
-from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, StepError
-from kvcache_core.reservation import Reservation
-from kvcache_core.sequence import token_array
+from kvcache_core.new_tokens import NewTokens
 from kvcache_core.transaction import StepState, Transaction
 from kvcache_core.validation import show
 
@@ -26,21 +24,6 @@ if TYPE_CHECKING:
     from kvcache_core.storage import Storage
 
 __all__ = ["NewTokens", "Step", "StepState"]
-
-#: What a sequence adds in a step: the token ids, or how many when the caller will not name them.
-NewTokens = int | Iterable[int]
-
-
-def parse_new_tokens(new_tokens: NewTokens) -> tuple[int, array[int] | None]:
-    """Return how many tokens are meant, and their ids if they are named.
-
-    Raises:
-        ShapeError: A negative count, a bool, or ids that are no flat sequence of 64-bit ints.
-    """
-    if isinstance(new_tokens, int):
-        return check_count("a number of new tokens", new_tokens), None
-    ids = token_array(new_tokens)
-    return len(ids), ids
 
 
 class Step:
@@ -352,7 +335,7 @@ class Step:
             )
 
     def __repr__(self) -> str:
-        names = ", ".join(part.sequence.request_id for part in self._transaction.parts)
+        names = ", ".join(sequence.request_id for sequence in self._transaction.sequences)
         return f"<Step {self.state}, {self.num_new_tokens} new tokens over [{names}]>"
 
     # -- checks ------------------------------------------------------------------------------------------
@@ -399,8 +382,8 @@ class Step:
                 raise StepError(f"name a handle: this step has {len(self._handles)}")
             return 0
         sequence = getattr(handle, "sequence", None)
-        for index, part in enumerate(self._transaction.parts):
-            if part.sequence is sequence:
+        for index, own in enumerate(self._transaction.sequences):
+            if own is sequence:
                 return index
         raise StepError(f"{handle!r} is not part of this step")
 
@@ -460,21 +443,22 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(parts)
 
 
-def make_batch(parts: Iterable[Reservation], storage: Storage) -> Batch:
-    """Lay the parts of a step out in packing order."""
-    segments = []
-    row = 0
-    for part in parts:
-        start, stop = part.start, part.stop
-        segments.append(Segment(part.sequence.slot, part.sequence.blocks, start, stop, row))
-        row += stop - start
-    return Batch(segments, storage.spec.block_size, storage.device, storage.upload)
+def make_batch(transaction: Transaction, storage: Storage) -> Batch:
+    """Lay the sequences of a step out in packing order."""
+    sequences, counts = transaction.sequences, transaction.tokens.counts
+    columns = (
+        (sequence.slot for sequence in sequences),
+        (sequence.blocks for sequence in sequences),
+        transaction.starts,
+        transaction.stops,
+        accumulate(counts, initial=0),
+    )
+    segments = map(Segment._make, zip(*columns, strict=False))  # the last sum is that of all
+    return Batch(segments, storage.spec.block_size, storage.device, storage.upload, num_tokens=sum(counts))
 
 
 def require_named_once(handles: Sequence[KvCacheHandle]) -> None:
     """Raise StepError if two handles of a step refer to the same sequence."""
-    if len({id(handle.sequence) for handle in handles}) == len(handles):
-        return
     seen: dict[int, KvCacheHandle] = {}
     for handle in handles:
         other = seen.setdefault(id(handle.sequence), handle)

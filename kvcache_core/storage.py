@@ -176,6 +176,9 @@ class Storage(ABC):
     def reserve(self, slot: Any, blocks: Sequence[int], start: int, stop: int, copies: Sequence[BlockCopy]) -> None:
         """Make positions `start` to `stop` of a sequence writable, without touching what others see.
 
+        A paged storage is not asked where new tokens stay within the sequence's own last block: the memory of a whole
+        block is there since its first row was asked for.
+
         Args:
             slot: The sequence.
             blocks: Its block ids after the reservation.

@@ -3,62 +3,68 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import compress
 from typing import Literal
 
 from kvcache_core.books import Books
 from kvcache_core.events import Aborted, Committed, StepPart
+from kvcache_core.new_tokens import PackedTokens
 from kvcache_core.observing import EventQueue
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence
 from kvcache_core.storage import Storage
 
-__all__ = ["StepState", "Transaction", "Transactions", "Wanted"]
+__all__ = ["StepState", "Transaction", "Transactions"]
 
 StepState = Literal["open", "committed", "aborted"]
-
-#: A sequence, how many tokens it adds, and their ids if they are named.
-Wanted = tuple[CachedSequence, int, "array[int] | None"]
 
 
 class Transaction:
     """What it takes to finish or undo a step; survives a step object that was dropped.
 
+    What there is one of for each sequence stands in columns, in packing order.
+
     Attributes:
-        parts: The sequences' parts in packing order.
-        accepted: Index of a part -> how many of its new tokens a commit keeps; all of them where it is missing.
+        sequences: The sequences.
+        starts: Tokens that each of them holds when the step begins.
+        stops: Tokens that each of them has room for in the step.
+        tokens: What they add.
+        rooms: Index of a sequence -> what had to be reserved for it, where that was not there before.
+        accepted: Index of a sequence -> how many of its new tokens a commit keeps; all of them where it is missing.
         state: Whether it is open, committed or aborted.
         versions: The sequences' versions right after a commit that kept every token, else None.
     """
 
-    __slots__ = ("accepted", "parts", "state", "versions")
+    __slots__ = ("accepted", "rooms", "sequences", "starts", "state", "stops", "tokens", "versions")
 
-    def __init__(self, parts: tuple[Reservation, ...]) -> None:
-        self.parts = parts
+    def __init__(
+        self, sequences: Sequence[CachedSequence], starts: Sequence[int], stops: Sequence[int], tokens: PackedTokens
+    ) -> None:
+        self.sequences = sequences
+        self.starts = starts
+        self.stops = stops
+        self.tokens = tokens
+        self.rooms: dict[int, Reservation] = {}
         self.accepted: dict[int, int] = {}
         self.state: StepState = "open"
-        self.versions: tuple[int, ...] | None = None
+        self.versions: list[int] | None = None
 
     @property
-    def stops(self) -> list[int]:
+    def final_stops(self) -> Sequence[int]:
         """Tokens that each sequence holds once the step has been committed."""
-        stops = [part.stop for part in self.parts]
+        if not self.accepted:
+            return self.stops
+        stops = list(self.stops)
         for index, kept in self.accepted.items():
-            stops[index] = self.parts[index].start + kept
+            stops[index] = self.starts[index] + kept
         return stops
 
-    def current_versions(self) -> tuple[int, ...]:
+    def current_versions(self) -> list[int]:
         """The sequences' versions now."""
-        return tuple([part.sequence.version for part in self.parts])
-
-    def end(self, state: StepState) -> None:
-        """Give the sequences free for other operations."""
-        self.state = state
-        for part in self.parts:
-            part.sequence.transaction = None
+        return [sequence.version for sequence in self.sequences]
 
 
 class Transactions:
@@ -69,103 +75,146 @@ class Transactions:
         self._storage = storage
         self._prefixes = prefixes
         self._events = events
+        self._paged = storage.placement == "paged"
 
-    def begin(self, wanted: Sequence[Wanted]) -> Transaction:
+    def begin(self, transaction: Transaction) -> Transaction:
         """Reserve room for the new tokens of every sequence, or for none; each of them may be changed.
 
         Raises:
             CacheFullError: There is no room for all of them; nothing changes.
         """
-        books, storage = self._books, self._storage
-        parts, needed, tokens = [], 0, 0
-        for sequence, count, token_ids in wanted:
-            self._prefixes.deduplicate(sequence)
-            start = sequence.num_tokens
-            part = Reservation(books, sequence, start, start + count, token_ids)
-            parts.append(part)
-            needed += part.needed
-            tokens += count
-        blocks = books.take(needed, purpose=f"for {tokens} new tokens") if needed else []
+        sequences, starts, stops = transaction.sequences, transaction.starts, transaction.stops
+        for sequence in sequences:
+            if sequence.tip is not None and sequence.tip.depth != sequence.deduplicated:
+                self._prefixes.deduplicate(sequence)
+        for index in self._without_room(transaction):
+            room = Reservation(self._books, sequences[index], starts[index], stops[index])
+            transaction.rooms[index] = room
+        if transaction.rooms:
+            self._reserve(transaction)
+        for sequence in sequences:
+            sequence.transaction = transaction
+        return transaction
+
+    def _without_room(self, transaction: Transaction) -> Sequence[int]:
+        """Indices of the sequences for which something has to be reserved: in paged memory, few of those that decode.
+
+        The memory of a sequence's own last block is there since its first row was reserved.
+        """
+        sequences = transaction.sequences
+        if not self._paged:
+            return range(len(sequences))
+        size, names = self._books.block_size, self._books.allocator.names
+        columns = zip(sequences, transaction.starts, transaction.stops, strict=True)
+        return [
+            index
+            for index, (each, start, stop) in enumerate(columns)
+            if (row := start % size) == 0 or row + stop - start > size or names[each.blocks[start // size]] > 1
+        ]
+
+    def _reserve(self, transaction: Transaction) -> None:
+        books, storage, rooms = self._books, self._storage, list(transaction.rooms.values())
+        needed = sum(room.needed for room in rooms)
+        blocks = books.take(needed, purpose=f"for {sum(transaction.tokens.counts)} new tokens") if needed else []
         applied = 0
         try:
-            for part in parts:
-                count = part.needed
-                part.apply(books, storage, blocks[:count] if count else ())
+            for room in rooms:
+                count = room.needed
+                room.apply(books, storage, blocks[:count] if count else ())
                 del blocks[:count]
                 applied += 1
         except BaseException:
             try:
-                self._undo(parts[:applied])
+                with ExitStack() as stack:  # all of them, even if the storage raises
+                    for room in rooms[:applied]:
+                        stack.callback(self._undo_one, room.sequence, room.start, room.stop, room)
             finally:
                 books.release(blocks)
             raise
-        transaction = Transaction(tuple(parts))
-        for part in parts:
-            part.sequence.transaction = transaction
-        return transaction
 
     def commit(self, transaction: Transaction) -> None:
         """Move all lengths together.
 
         The storage is called first, when nothing has changed yet, and last, when everything has: it may raise.
         """
-        parts, size, now = transaction.parts, self._books.block_size, time.time()
-        stops = transaction.stops
-        shortened = [(part, stop) for part, stop in zip(parts, stops, strict=True) if stop < part.stop]
-        for part, stop in shortened:
-            self._storage.truncate(part.sequence.slot, stop)
+        sequences, size, now = transaction.sequences, self._books.block_size, time.time()
+        starts, stops = transaction.starts, transaction.final_stops
+        shortened = []
+        if transaction.accepted:
+            shortened = [
+                (sequence, stop)
+                for sequence, stop, most in zip(sequences, stops, transaction.stops, strict=True)
+                if stop < most
+            ]
+        for sequence, stop in shortened:
+            self._storage.truncate(sequence.slot, stop)
         unneeded: list[int] = []
-        for part, stop in zip(parts, stops, strict=True):
-            sequence, start, token_ids = part.sequence, part.start, part.token_ids
-            if part.needed:
-                unneeded += part.settle(size, stop)
-            if token_ids is not None and len(sequence.token_ids) == start:
-                sequence.token_ids.extend(token_ids if stop == part.stop else token_ids[: stop - start])
+        for index, room in transaction.rooms.items():
+            if room.needed:
+                unneeded += room.settle(size, stops[index])
+        self._name_tokens(transaction, stops)
+        transaction.state = "committed"
+        for sequence, start, stop in zip(sequences, starts, stops, strict=True):
             sequence.num_tokens = stop
             sequence.version += 1
             sequence.last_access = now
+            sequence.transaction = None
             if stop // size > start // size:
                 self._prefixes.publish(sequence)
-        transaction.end("committed")
         if not shortened:
             transaction.versions = transaction.current_versions()
         if Committed in self._events.wanted:
-            self._events.note(Committed(parts=_told(parts)))
+            self._events.note(Committed(parts=_told(transaction)))
         self._books.release(unneeded)
-        for part, stop in shortened:
-            self._books.scrub_tail(part.sequence.blocks, stop)
+        for sequence, stop in shortened:
+            self._books.scrub_tail(sequence.blocks, stop)
+
+    def _name_tokens(self, transaction: Transaction, stops: Sequence[int]) -> None:
+        """Note the ids of the tokens that are kept, as far as those before them are known."""
+        counts, named, ids = transaction.tokens
+        at = 0
+        for sequence, start, stop, count in compress(
+            zip(transaction.sequences, transaction.starts, stops, counts, strict=True), named
+        ):
+            known = sequence.token_ids
+            if len(known) == start and stop > start:
+                if count == 1:
+                    known.append(ids[at])
+                else:
+                    known.extend(ids[at : at + stop - start])
+            at += count
 
     def undo(self, transaction: Transaction) -> None:
         """Put the sequences back to before their step, memory included."""
-        transaction.end("aborted")
+        transaction.state = "aborted"
+        for sequence in transaction.sequences:
+            sequence.transaction = None
         if Aborted in self._events.wanted:
-            self._events.note(Aborted(parts=_told(transaction.parts, kept=False)))
-        self._undo(transaction.parts)
-
-    def _undo(self, parts: Sequence[Reservation]) -> None:
+            self._events.note(Aborted(parts=_told(transaction, kept=False)))
         with ExitStack() as stack:  # all of them, even if the storage raises
-            for part in parts:
-                stack.callback(self._undo_part, part)
+            columns = zip(transaction.sequences, transaction.starts, transaction.stops, strict=True)
+            for index, (sequence, start, stop) in enumerate(columns):
+                stack.callback(self._undo_one, sequence, start, stop, transaction.rooms.get(index))
 
-    def _undo_part(self, part: Reservation) -> None:
-        sequence = part.sequence
+    def _undo_one(self, sequence: CachedSequence, start: int, stop: int, room: Reservation | None) -> None:
         sequence.version += 1
         try:
-            part.undo(self._books)
-            if part.stop > part.start:
-                self._books.scrub_tail(sequence.blocks, part.start)
+            if room is not None:
+                room.undo(self._books)
+            if stop > start:
+                self._books.scrub_tail(sequence.blocks, start)
         finally:
-            self._storage.truncate(sequence.slot, part.start)
+            self._storage.truncate(sequence.slot, start)
 
 
-def _told(parts: Sequence[Reservation], *, kept: bool = True) -> tuple[StepPart, ...]:
+def _told(transaction: Transaction, *, kept: bool = True) -> tuple[StepPart, ...]:
     """What observers hear of a step that is over."""
     return tuple(
         StepPart(
-            request_id=part.sequence.request_id,
-            cache_id=part.sequence.cache_id,
-            new_tokens=part.sequence.num_tokens - part.start if kept else 0,
-            num_tokens=part.sequence.num_tokens,
+            request_id=sequence.request_id,
+            cache_id=sequence.cache_id,
+            new_tokens=sequence.num_tokens - start if kept else 0,
+            num_tokens=sequence.num_tokens,
         )
-        for part in parts
+        for sequence, start in zip(transaction.sequences, transaction.starts, strict=True)
     )
