@@ -31,7 +31,8 @@ from kvcache_core.handle import KvCacheHandle
 from kvcache_core.manager import KvCacheManager
 from kvcache_core.opening import open_cache
 from kvcache_core.prefix import PrefixExplanation
-from kvcache_core.sequence import AllocationRequest, HandleState
+from kvcache_core.request import AllocationRequest
+from kvcache_core.sequence import HandleState
 from kvcache_core.stats import CacheGcStats, CacheHandleStats, CacheManagerStats, MemoryPressure
 from kvcache_core.step import Step
 

@@ -17,12 +17,12 @@ from kvcache_core.events import EVENT_TYPES, Attached, CacheEvent, PressureChang
 from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
-from kvcache_core.names import device_fits
 from kvcache_core.new_tokens import NewTokens, pack
 from kvcache_core.observing import EventQueue, Observer, Subscription, kinds_among
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.pressure import PressureCallback, PressureMonitor
-from kvcache_core.sequence import AllocationRequest, CachedSequence, HandleState, unique_id
+from kvcache_core.request import AllocationRequest, RequestRules
+from kvcache_core.sequence import CachedSequence, HandleState, unique_id
 from kvcache_core.sequence_store import SequenceStore
 from kvcache_core.stats import CacheGcStats, CacheManagerStats
 from kvcache_core.step import Step, make_batch, require_named_once
@@ -81,7 +81,7 @@ class KvCacheManager:
         self._pressure_callback: Subscription | None = None
         self._reported = (0, 0)
         self._own_specs = _own_specs(storage.spec.geometry)
-        self._fixed = self._fixed_for_requests()
+        self._requests = RequestRules(storage)
 
     # -- what it is --------------------------------------------------------------------------------------
 
@@ -171,13 +171,13 @@ class KvCacheManager:
             ShapeError: The request does not fit the cache's geometry, device or dtype.
             HandleError: The request id belongs to a live sequence.
         """
-        request = self._checked_request(request, fields)
+        request = self._requests.checked(request, fields)
         return self.handle_to(
             self.store.open(
                 request.request_id,
                 request.prompt,
                 request.initial_tokens,
-                self._max_tokens(request),
+                self._requests.max_tokens(request),
                 request.priority,
                 self._prefix_key(request),
             )
@@ -191,11 +191,11 @@ class KvCacheManager:
         Raises:
             ShapeError: The request does not fit the cache's geometry, device or dtype.
         """
-        request = self._checked_request(request, fields)
+        request = self._requests.checked(request, fields)
         initial = request.initial_tokens
         with self.store.locked():
             enough = blocks_for(initial, self.block_size) <= self.store.books.available_blocks
-            return enough and initial <= self._max_tokens(request)
+            return enough and initial <= self._requests.max_tokens(request)
 
     def extend(self, handle: KvCacheHandle | str, num_tokens: int) -> None:
         """Reserve room so that `num_tokens` further tokens can be stored without asking for more.
@@ -299,13 +299,13 @@ class KvCacheManager:
                 That reveals what other tenants have asked; leave it off where tenants can see the answer.
             fields: The fields of an `AllocationRequest`, as a shorthand for making one.
         """
-        request = self._checked_request(request, fields)
+        request = self._requests.checked(request, fields)
         with self.store.locked():
             self.store.expire_prefixes()
             return self.store.prefixes.explain(
                 self._prefix_key(request),
                 request.prompt,
-                self._max_tokens(request),
+                self._requests.max_tokens(request),
                 across_salts=across_salts,
             )
 
@@ -527,47 +527,6 @@ class KvCacheManager:
             return None
         return replace(request.prefix_key(settings.namespace), request=request.request_id)
 
-    def _max_tokens(self, request: AllocationRequest) -> int:
-        return request.max_sequence_length or self.max_sequence_length
-
-    def _fixed_for_requests(self) -> dict[str, str]:
-        """What a request may ask for but not choose, as text."""
-        geometry, spec = self.geometry, self.geometry.single_spec
-        heads, head_dim = (spec.num_kv_heads, spec.head_dim) if spec else (_DIFFERS, _DIFFERS)
-        values = {
-            "num_layers": geometry.num_layers,
-            "num_heads": heads,
-            "head_dim": head_dim,
-            "device": self.device,
-            "dtype": self.dtype,
-        }
-        return {name: _text(value) for name, value in values.items()}
-
-    def _checked_request(self, request: AllocationRequest | None, fields: dict[str, Any]) -> AllocationRequest:
-        if request is None:
-            request = AllocationRequest(**fields)
-        elif fields:
-            raise TypeError("give either an AllocationRequest or its fields, not both")
-        for name, actual in self._fixed.items():
-            asked = getattr(request, name)
-            if asked is None or _text(asked) == actual or (name == "device" and device_fits(_text(asked), actual)):
-                continue
-            raise ShapeError(f"the request asks for {name}={asked} and the cache's is {actual}")
-        if self._max_tokens(request) > self.max_sequence_length:
-            raise ShapeError(
-                f"the request asks for max_sequence_length={request.max_sequence_length} and the cache's is "
-                f"{self.max_sequence_length}; raise it in the configuration"
-            )
-        return request
-
 
 def _own_specs(geometry: CacheGeometry) -> dict[int, LayerSpec]:
     return {layer: group.spec for group in geometry.groups for layer in group.layers}
-
-
-_DIFFERS = "different from layer to layer"
-
-
-def _text(value: object) -> str:
-    """A number, device or dtype as text, however it was given."""
-    return str(value).removeprefix("torch.")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvcache_core.counts import check_count
-from kvcache_core.sequence import token_array
+from kvcache_core.request import token_array
 
 __all__ = ["NewTokens", "PackedTokens", "pack"]
 

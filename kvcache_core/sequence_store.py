@@ -38,7 +38,8 @@ from kvcache_core.observing import EventQueue
 from kvcache_core.prefix import PrefixKey
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.pressure import PressureMonitor
-from kvcache_core.sequence import CachedSequence, HandleState, check_request_id, unique_id
+from kvcache_core.request import check_request_id
+from kvcache_core.sequence import CachedSequence, HandleState, unique_id
 from kvcache_core.stats import CacheHandleStats
 from kvcache_core.storage import Storage
 from kvcache_core.transaction import Transaction, Transactions

@@ -15,18 +15,17 @@ from kvcache_core.cli.output import JsonFlag, command
 from kvcache_core.errors import ConfigError, ConfigWarning
 from tests.cli.conftest import Run
 
+COMMANDS = ["list", "show", "doctor", "schema", "plan", "generate", "demo", "conformance", "new-backend", "bench"]
+
 
 def test_help_names_every_command(run: Run) -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for name in ("list", "show", "doctor", "schema", "plan", "generate", "demo", "conformance", "bench"):
+    for name in COMMANDS:
         assert name in result.stdout
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["list", "show", "doctor", "schema", "plan", "generate", "demo", "conformance", "new-backend", "bench"],
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_and_speaks_json(run: Run, name: str) -> None:
     result = run(name, "--help")
     assert result.exit_code == 0

@@ -1,1 +1,3 @@
 """The suites; see `kvcache_core.bench`."""
+
+__all__: list[str] = []

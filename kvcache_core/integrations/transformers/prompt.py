@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache_core.block_table import blocks_for
 from kvcache_core.errors import CacheFullError, ShapeError
 from kvcache_core.integrations.transformers.forward_pass import not_supported
-from kvcache_core.sequence import token_array
+from kvcache_core.request import token_array
 
 if TYPE_CHECKING:
     from kvcache_core.handle import KvCacheHandle
