@@ -1,6 +1,6 @@
 """What events cost the books: while nobody listens, beside the same books with every trace of events cut out.
 
-The peer is core itself, its source compiled without the tests `if Kind in ...wanted:` and what stands under them. Each
+The peer is core itself, its source compiled without the tests `if name in ...wanted:` and what stands under them. Each
 variant runs in interpreters of its own, taken in turn. Nothing is stored and nothing attends, so the shares are the
 largest there can be.
 """
@@ -57,7 +57,7 @@ def measure() -> list[Figure]:
 
 
 class _Cut(ast.NodeTransformer):
-    """Takes out `if Kind in anything.wanted: ...`."""
+    """Takes out `if name in anything.wanted: ...`."""
 
     count = 0
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.errors import CacheFullError
-from kvcache_core.events import Refused
 from kvcache_core.observing import EventQueue
 from kvcache_core.storage import BlockRows, Storage
 
@@ -70,8 +69,8 @@ class Books:
         self.failures += 1
         size, total = self.block_size, self.allocator.total_block_count
         free, evictable = self.allocator.free_block_count, self.allocator.cached_block_count
-        if Refused in self._events.wanted:
-            self._events.note(Refused(purpose=purpose, needed=count, free=free, evictable=evictable))
+        if "refused" in self._events.wanted:
+            self._events.note("refused", purpose=purpose, needed=count, free=free, evictable=evictable)
         return CacheFullError(
             f"no room {purpose}: {count} more blocks of {size} tokens are needed, {free} of {total} are free"
             + (f" and {evictable} can be evicted" if evictable else ""),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
-from kvcache_core.prefix import MissReason, PrefixExplanation
+from kvcache_core.prefix import MissReason
 from kvcache_core.stats import MemoryPressure
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Forked",
     "FreeReason",
     "Freed",
-    "LOOKUPS",
     "PrefixHit",
     "PrefixMiss",
     "PrefixShared",
@@ -39,7 +38,6 @@ __all__ = [
     "SwappedIn",
     "SwappedOut",
     "Truncated",
-    "looked_up",
 ]
 
 EvictionReason = Literal["room", "limit", "expired", "cleared"]
@@ -66,12 +64,6 @@ class CacheEvent:
     def as_dict(self) -> dict[str, Any]:
         """The event as JSON knows it: `{"event": name, ...}` with all fields, nested ones too."""
         return {"event": self.name, **_plain(self)}
-
-    def stamp(self, manager_id: str, number: int, time: float) -> None:
-        """Enter when and where it happened; for core, before anybody else sees the event."""
-        object.__setattr__(self, "manager_id", manager_id)
-        object.__setattr__(self, "number", number)
-        object.__setattr__(self, "time", time)
 
 
 def _plain(value: Any) -> Any:
@@ -449,26 +441,3 @@ EVENT_TYPES: tuple[type[CacheEvent], ...] = (
     Closed,
     EventsLost,
 )
-
-#: The events of a look-up.
-LOOKUPS: frozenset[type[CacheEvent]] = frozenset({PrefixHit, PrefixMiss})
-
-
-def looked_up(request_id: str, cache_id: str, prompt_tokens: int, found: PrefixExplanation) -> CacheEvent:
-    """The event of a prompt that was looked up."""
-    if not found.num_tokens:
-        return PrefixMiss(
-            request_id=request_id,
-            cache_id=cache_id,
-            prompt_tokens=prompt_tokens,
-            reason=found.reason,
-            message=found.message,
-        )
-    return PrefixHit(
-        request_id=request_id,
-        cache_id=cache_id,
-        prompt_tokens=prompt_tokens,
-        num_tokens=found.num_tokens,
-        reason=found.reason,
-        message=found.message,
-    )

@@ -13,7 +13,6 @@ from kvcache_core.block_table import blocks_for
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.counts import check_count
 from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
-from kvcache_core.events import EVENT_TYPES, Attached, CacheEvent, PressureChanged
 from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
@@ -31,6 +30,7 @@ from kvcache_core.swapping import swap_in, swap_out
 if TYPE_CHECKING:
     import torch
 
+    from kvcache_core.events import CacheEvent
     from kvcache_core.observers import NamedObserver
     from kvcache_core.storage import Storage
 
@@ -437,11 +437,28 @@ class KvCacheManager:
         """Have an observer that a plugin provides hear of everything; for `open_cache`."""
         with self.store.locked():
             for hook in observer.hooks:
-                self._add_observer(hook, frozenset(EVENT_TYPES), f"the observer {observer.label}")
+                self._add_observer(hook, kinds_among(hook, ()), f"the observer {observer.label}")
+
+    def set_pressure_callback(self, callback: PressureCallback | None) -> None:
+        """Have `callback(level)` called whenever the memory pressure changes level; None removes it.
+
+        Otherwise as an observer that `subscribe` is told to call for `PressureChanged`.
+        """
+        from kvcache_core.events import PressureChanged  # noqa: PLC0415 - loaded with the first observer
+
+        with self.store.locked():
+            if self._pressure_callback is not None:
+                self._pressure_callback.cancel()
+            self._pressure_callback = callback and self._add_observer(
+                lambda event: callback(event.level), frozenset({PressureChanged}), "the memory-pressure callback"
+            )
 
     def _add_observer(self, observer: Observer, kinds: frozenset[type[CacheEvent]], label: str) -> Subscription:
         store = self.store
-        attached = Attached(
+        return store.events.add(
+            observer,
+            kinds,
+            label=label,
             backend=self.backend,
             device=str(self.storage.spec.device),
             dtype=str(self.storage.spec.dtype),
@@ -451,19 +468,6 @@ class KvCacheManager:
             used_blocks=store.books.used_blocks,
             num_sequences=len(store.live),
         )
-        return store.events.add(observer, kinds, label=label, first=attached)
-
-    def set_pressure_callback(self, callback: PressureCallback | None) -> None:
-        """Have `callback(level)` called whenever the memory pressure changes level; None removes it.
-
-        Otherwise as an observer that `subscribe` is told to call for `PressureChanged`.
-        """
-        with self.store.locked():
-            if self._pressure_callback is not None:
-                self._pressure_callback.cancel()
-            self._pressure_callback = callback and self._add_observer(
-                lambda event: callback(event.level), frozenset({PressureChanged}), "the memory-pressure callback"
-            )
 
     def audit(self) -> tuple[str, ...]:
         """Check the books and return a line for each inconsistency; none when all is well.

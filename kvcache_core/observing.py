@@ -9,12 +9,37 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_core.errors import KvCacheWarning
-from kvcache_core.events import EVENT_TYPES, CacheEvent, EventsLost
 
-__all__ = ["EventQueue", "Observer", "Subscription", "kinds_among"]
+if TYPE_CHECKING:
+    from kvcache_core.events import CacheEvent
+    from kvcache_core.sequence import CachedSequence
+
+__all__ = ["EventName", "EventQueue", "Observer", "Subscription", "kinds_among"]
+
+#: The names of the classes in `kvcache_core.events`, which is imported with the first observer and not before.
+EventName = Literal[
+    "attached",
+    "prefix_hit",
+    "prefix_miss",
+    "allocated",
+    "forked",
+    "prefix_shared",
+    "committed",
+    "aborted",
+    "truncated",
+    "swapped_out",
+    "swapped_in",
+    "freed",
+    "evicted",
+    "pressure_changed",
+    "refused",
+    "reset",
+    "closed",
+    "events_lost",
+]
 
 #: Called with each event.
 Observer = Callable[[Any], object]
@@ -29,6 +54,8 @@ def kinds_among(observer: object, kinds: tuple[type[CacheEvent], ...]) -> frozen
     Raises:
         TypeError: `observer` cannot be called, or a kind is no class of events.
     """
+    from kvcache_core.events import EVENT_TYPES, CacheEvent  # noqa: PLC0415 - see EventName
+
     if not callable(observer):
         raise TypeError(f"an observer must be callable with an event, and {observer!r} is not")
     for kind in kinds:
@@ -101,14 +128,15 @@ class EventQueue:
         manager_id: The cache's name, which each event carries.
 
     Attributes:
-        wanted: The kinds of events that somebody listens to; no other need be made.
+        wanted: The names of the events that somebody listens to; no other need be noted.
     """
 
-    __slots__ = ("_delivering", "_lost", "_number", "_subscriptions", "_waiting", "manager_id", "wanted")
+    __slots__ = ("_delivering", "_kinds", "_lost", "_number", "_subscriptions", "_waiting", "manager_id", "wanted")
 
     def __init__(self, manager_id: str) -> None:
         self.manager_id = manager_id
-        self.wanted: frozenset[type[CacheEvent]] = frozenset()
+        self.wanted: frozenset[str] = frozenset()
+        self._kinds: dict[str, type[CacheEvent]] = {}
         self._waiting: deque[tuple[CacheEvent, Subscription | None]] = deque()
         self._number = 0
         self._lost = 0
@@ -118,7 +146,7 @@ class EventQueue:
     # -- under the cache's lock --------------------------------------------------------------------------
 
     def add(
-        self, observer: Observer, kinds: frozenset[type[CacheEvent]], *, label: str, first: CacheEvent
+        self, observer: Observer, kinds: frozenset[type[CacheEvent]], *, label: str, **attached: Any
     ) -> Subscription:
         """Tell `observer` of what happens from now on.
 
@@ -126,25 +154,41 @@ class EventQueue:
             observer: Called with each event.
             kinds: The kinds it wants.
             label: Who it is, for the warning when it raises.
-            first: An event for this observer alone, before all others.
+            **attached: What the cache is, to be told to this observer alone and before all else.
         """
+        from kvcache_core.events import EVENT_TYPES, Attached  # noqa: PLC0415 - see EventName
+
+        self._kinds = {kind.name: kind for kind in EVENT_TYPES}
         subscription = Subscription(self, observer, kinds, label, self._number)
         self._subscriptions.append(subscription)
         self._see_what_is_wanted()
-        self.note(first, subscription)
+        if Attached in kinds:
+            self._put("attached", attached, subscription)
         return subscription
 
-    def note(self, event: CacheEvent, audience: Subscription | None = None) -> None:
-        """Take an event in, to be delivered when the lock is released, to all observers or to a single one."""
+    def note(self, name: EventName, sequence: CachedSequence | None = None, **facts: Any) -> None:
+        """Take an event in, to be delivered when the lock is released.
+
+        Args:
+            name: Which.
+            sequence: The sequence that it is about, if it is about one.
+            **facts: What else the event says.
+        """
+        if sequence is not None:
+            facts["request_id"] = sequence.request_id
+            facts["cache_id"] = sequence.cache_id
+        self._put(name, facts)
+
+    def _put(self, name: EventName, facts: dict[str, Any], audience: Subscription | None = None) -> None:
         if len(self._waiting) >= _MOST_WAITING:
             self._lost += 1
             self._number += 1
             return
         if self._lost:
             lost, self._lost = self._lost, 0
-            self.note(EventsLost(count=lost))
+            self._put("events_lost", {"count": lost})
         self._number += 1
-        event.stamp(self.manager_id, self._number, time.time())
+        event = self._kinds[name](number=self._number, time=time.time(), manager_id=self.manager_id, **facts)
         self._waiting.append((event, audience))
 
     # -- outside it --------------------------------------------------------------------------------------
@@ -159,7 +203,7 @@ class EventQueue:
         seen: tuple[Subscription, ...] | None = None
         while seen != (now := tuple(self._subscriptions)):  # again, if another thread has changed it meanwhile
             seen = now
-            self.wanted = frozenset().union(*(subscription.kinds for subscription in seen))
+            self.wanted = frozenset(kind.name for subscription in seen for kind in subscription.kinds)
 
     def deliver(self) -> None:
         """Tell the observers; called outside the cache's lock.

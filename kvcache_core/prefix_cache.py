@@ -9,16 +9,19 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcache_core.books import Books
 from kvcache_core.config import PrefixCacheConfig
-from kvcache_core.events import Evicted, EvictionReason
 from kvcache_core.eviction import CacheEvictionPolicy, EvictionCandidate
 from kvcache_core.observing import EventQueue
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.prefix_index import PrefixIndex, PrefixNode
 from kvcache_core.sequence import CachedSequence
 from kvcache_core.storage import Storage
+
+if TYPE_CHECKING:
+    from kvcache_core.events import EvictionReason
 
 __all__ = ["PrefixCache", "PrefixHit"]
 
@@ -346,16 +349,9 @@ class PrefixCache:
             self._books.release_retained(self._shorten(sequence, 0))
 
     def _note_evicted(self, sequence: CachedSequence, reason: EvictionReason, free_before: int) -> None:
-        if Evicted in self._events.wanted:
-            self._events.note(
-                Evicted(
-                    request_id=sequence.request_id,
-                    cache_id=sequence.cache_id,
-                    num_blocks=self._books.allocator.free_block_count - free_before,
-                    kept_tokens=sequence.num_tokens,
-                    reason=reason,
-                )
-            )
+        if "evicted" in self._events.wanted:
+            freed = self._books.allocator.free_block_count - free_before
+            self._events.note("evicted", sequence, num_blocks=freed, kept_tokens=sequence.num_tokens, reason=reason)
 
     def _shorten(self, sequence: CachedSequence, keep: int) -> list[int]:
         """Bring a sequence's books down to its first `keep` blocks; return the others."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcache_core.errors import ConfigError
-from kvcache_core.events import PressureChanged
 from kvcache_core.observing import EventQueue
 from kvcache_core.stats import MemoryPressure
 
@@ -46,8 +45,8 @@ class PressureMonitor:
         level = self.level(used, total)
         if level is not self._last:
             previous, self._last = self._last, level
-            if PressureChanged in events.wanted:
-                events.note(PressureChanged(level=level, previous=previous, used_blocks=used, total_blocks=total))
+            if "pressure_changed" in events.wanted:
+                events.note("pressure_changed", level=level, previous=previous, used_blocks=used, total_blocks=total)
 
 
 def _checked(thresholds: tuple[float, float, float]) -> tuple[float, float, float]:

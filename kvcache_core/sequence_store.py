@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from operator import add
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.audit import audit_books, audit_prefixes
@@ -18,24 +18,11 @@ from kvcache_core.block_table import blocks_for
 from kvcache_core.books import Books
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import CacheFullError, HandleError, ShapeError, StepError
-from kvcache_core.events import (
-    LOOKUPS,
-    Allocated,
-    CacheEvent,
-    Closed,
-    Forked,
-    Freed,
-    FreeReason,
-    PrefixShared,
-    Reset,
-    Truncated,
-    looked_up,
-)
 from kvcache_core.eviction import CacheEvictionPolicy
 from kvcache_core.locking import Guard, process_generation
 from kvcache_core.new_tokens import PackedTokens
 from kvcache_core.observing import EventQueue
-from kvcache_core.prefix import PrefixKey
+from kvcache_core.prefix import PrefixExplanation, PrefixKey
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.pressure import PressureMonitor
 from kvcache_core.request import check_request_id
@@ -45,9 +32,13 @@ from kvcache_core.storage import Storage
 from kvcache_core.transaction import Transaction, Transactions
 from kvcache_core.validation import show
 
+if TYPE_CHECKING:
+    from kvcache_core.events import FreeReason
+
 __all__ = ["SequenceStore"]
 
 _ACTIVE = HandleState.ACTIVE
+_LOOKUPS = frozenset({"prefix_hit", "prefix_miss"})
 
 
 class SequenceStore:
@@ -183,7 +174,7 @@ class SequenceStore:
             sequence = CachedSequence(unique_id("kv"), name, max_tokens, self.generation, priority, None, [])
             sequence.prefix_key = prefix_key
             self.expire_prefixes()
-            lookup = self._told_lookup(sequence, token_ids)
+            found = self._explained_lookup(sequence, token_ids)
             hit = self.prefixes.find(prefix_key, token_ids, max_tokens)
             if hit is None:
                 sequence.capacity = self.prefixes.capacity(max_tokens)
@@ -198,31 +189,34 @@ class SequenceStore:
             try:
                 self.books.require(self._missing_blocks(sequence, num_tokens), purpose=purpose)
                 self.prefixes.note_lookup(len(token_ids), hit)  # so that others are evicted before what was found
-                if lookup is not None:
-                    self.events.note(lookup)
+                if found is not None:
+                    self._note_lookup(sequence, len(token_ids), found)
                 self._make_room(sequence, num_tokens, purpose)
             except BaseException:
                 self._retract(sequence)
                 raise
-            if Allocated in self.events.wanted:
+            if "allocated" in self.events.wanted:
                 self.events.note(
-                    Allocated(
-                        request_id=name,
-                        cache_id=sequence.cache_id,
-                        prompt_tokens=len(token_ids),
-                        num_tokens=sequence.num_tokens,
-                        num_blocks=len(sequence.blocks),
-                    )
+                    "allocated",
+                    sequence,
+                    prompt_tokens=len(token_ids),
+                    num_tokens=sequence.num_tokens,
+                    num_blocks=len(sequence.blocks),
                 )
             return sequence
 
-    def _told_lookup(self, sequence: CachedSequence, token_ids: array[int]) -> CacheEvent | None:
-        """What observers will hear of looking up the prompt of a sequence that is about to be opened."""
-        if not token_ids or self.events.wanted.isdisjoint(LOOKUPS):
+    def _explained_lookup(self, sequence: CachedSequence, token_ids: array[int]) -> PrefixExplanation | None:
+        """Explain what the prompt of a sequence that is about to be opened will find, if an observer wants to know."""
+        if not token_ids or self.events.wanted.isdisjoint(_LOOKUPS):
             return None
-        found = self.prefixes.explain(sequence.prefix_key, token_ids, sequence.max_tokens, across_salts=False)
-        event = looked_up(sequence.request_id, sequence.cache_id, len(token_ids), found)
-        return event if type(event) in self.events.wanted else None
+        return self.prefixes.explain(sequence.prefix_key, token_ids, sequence.max_tokens, across_salts=False)
+
+    def _note_lookup(self, sequence: CachedSequence, prompt_tokens: int, found: PrefixExplanation) -> None:
+        facts = {"prompt_tokens": prompt_tokens, "reason": found.reason, "message": found.message}
+        if not found.num_tokens and "prefix_miss" in self.events.wanted:
+            self.events.note("prefix_miss", sequence, **facts)
+        elif found.num_tokens and "prefix_hit" in self.events.wanted:
+            self.events.note("prefix_hit", sequence, num_tokens=found.num_tokens, **facts)
 
     def _fork_memory(self, source: CachedSequence, num_tokens: int) -> tuple[Any, list[int]]:
         """Return a slot that starts with the first tokens of `source`, and those of its blocks that it shares."""
@@ -271,17 +265,15 @@ class SequenceStore:
             except BaseException:
                 self._retract(sequence)
                 raise
-            if Forked in self.events.wanted:
+            if "forked" in self.events.wanted:
                 self.events.note(
-                    Forked(
-                        request_id=name,
-                        cache_id=sequence.cache_id,
-                        parent_request_id=source.request_id,
-                        parent_cache_id=source.cache_id,
-                        num_tokens=sequence.num_tokens,
-                        num_blocks=len(sequence.blocks),
-                        shared_blocks=shared_blocks,
-                    )
+                    "forked",
+                    sequence,
+                    parent_request_id=source.request_id,
+                    parent_cache_id=source.cache_id,
+                    num_tokens=sequence.num_tokens,
+                    num_blocks=len(sequence.blocks),
+                    shared_blocks=shared_blocks,
                 )
             return sequence
 
@@ -304,15 +296,13 @@ class SequenceStore:
             target.version += 1
             target.touch()
             self._take_over_names(source, target, num_tokens // size)
-            if PrefixShared in self.events.wanted:
+            if "prefix_shared" in self.events.wanted:
                 self.events.note(
-                    PrefixShared(
-                        request_id=target.request_id,
-                        cache_id=target.cache_id,
-                        source_request_id=source.request_id,
-                        source_cache_id=source.cache_id,
-                        num_tokens=num_tokens,
-                    )
+                    "prefix_shared",
+                    target,
+                    source_request_id=source.request_id,
+                    source_cache_id=source.cache_id,
+                    num_tokens=num_tokens,
                 )
             try:
                 self.books.release(blocks[room:])
@@ -425,15 +415,8 @@ class SequenceStore:
         sequence.num_tokens = num_tokens
         sequence.version += 1
         sequence.touch()
-        if dropped_tokens and Truncated in self.events.wanted:
-            self.events.note(
-                Truncated(
-                    request_id=sequence.request_id,
-                    cache_id=sequence.cache_id,
-                    num_tokens=num_tokens,
-                    dropped_tokens=dropped_tokens,
-                )
-            )
+        if dropped_tokens and "truncated" in self.events.wanted:
+            self.events.note("truncated", sequence, num_tokens=num_tokens, dropped_tokens=dropped_tokens)
         self.books.release(dropped)
         if dropped_tokens:
             self.books.scrub_tail(sequence.blocks, num_tokens)
@@ -564,16 +547,14 @@ class SequenceStore:
                 self._leave(sequence)
 
     def _note_freed(self, sequence: CachedSequence, num_tokens: int, num_blocks: int, reason: FreeReason) -> None:
-        if Freed in self.events.wanted:
+        if "freed" in self.events.wanted:
             self.events.note(
-                Freed(
-                    request_id=sequence.request_id,
-                    cache_id=sequence.cache_id,
-                    num_tokens=num_tokens,
-                    num_blocks=num_blocks,
-                    kept_tokens=sequence.num_tokens if sequence.is_kept else 0,
-                    reason=reason,
-                )
+                "freed",
+                sequence,
+                num_tokens=num_tokens,
+                num_blocks=num_blocks,
+                kept_tokens=sequence.num_tokens if sequence.is_kept else 0,
+                reason=reason,
             )
 
     def _end(self, sequence: CachedSequence) -> None:
@@ -622,9 +603,8 @@ class SequenceStore:
 
     def _note_end(self, reason: Literal["reset", "closed"], num_sequences: int) -> None:
         self._note_pressure()  # before, so that nothing follows the end
-        kind = Reset if reason == "reset" else Closed
-        if kind in self.events.wanted:
-            self.events.note(kind(num_sequences=num_sequences))
+        if reason in self.events.wanted:
+            self.events.note(reason, num_sequences=num_sequences)
 
     def _unused_name(self, request_id: str | None) -> str:
         check_request_id(request_id)

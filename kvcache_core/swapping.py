@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcache_core.block_table import blocks_for
-from kvcache_core.events import SwappedIn, SwappedOut
 from kvcache_core.sequence import CachedSequence, HandleState
 
 if TYPE_CHECKING:
@@ -26,15 +25,8 @@ def swap_out(store: SequenceStore, sequence: CachedSequence) -> None:
         store.prefixes.forget(sequence, 0)
         blocks, sequence.blocks = sequence.blocks, []
         slot, sequence.slot = sequence.slot, None
-        if SwappedOut in store.events.wanted:
-            store.events.note(
-                SwappedOut(
-                    request_id=sequence.request_id,
-                    cache_id=sequence.cache_id,
-                    num_tokens=sequence.num_tokens,
-                    num_blocks=len(blocks),
-                )
-            )
+        if "swapped_out" in store.events.wanted:
+            store.events.note("swapped_out", sequence, num_tokens=sequence.num_tokens, num_blocks=len(blocks))
         try:
             store.books.release(blocks)
         finally:
@@ -61,13 +53,6 @@ def swap_in(store: SequenceStore, sequence: CachedSequence) -> None:
         sequence.state = HandleState.ACTIVE
         sequence.version += 1
         sequence.touch()
-        if SwappedIn in store.events.wanted:
-            store.events.note(
-                SwappedIn(
-                    request_id=sequence.request_id,
-                    cache_id=sequence.cache_id,
-                    num_tokens=sequence.num_tokens,
-                    num_blocks=len(blocks),
-                )
-            )
+        if "swapped_in" in store.events.wanted:
+            store.events.note("swapped_in", sequence, num_tokens=sequence.num_tokens, num_blocks=len(blocks))
         store.prefixes.publish(sequence)

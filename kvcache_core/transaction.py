@@ -6,16 +6,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import compress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvcache_core.books import Books
-from kvcache_core.events import Aborted, Committed, StepPart
 from kvcache_core.new_tokens import PackedTokens
 from kvcache_core.observing import EventQueue
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.reservation import Reservation
 from kvcache_core.sequence import CachedSequence
 from kvcache_core.storage import Storage
+
+if TYPE_CHECKING:
+    from kvcache_core.events import StepPart
 
 __all__ = ["StepState", "Transaction", "Transactions"]
 
@@ -163,8 +165,8 @@ class Transactions:
                 self._prefixes.publish(sequence)
         if not shortened:
             transaction.versions = transaction.current_versions()
-        if Committed in self._events.wanted:
-            self._events.note(Committed(parts=_told(transaction)))
+        if "committed" in self._events.wanted:
+            self._events.note("committed", parts=_told(transaction))
         self._books.release(unneeded)
         for sequence, stop in shortened:
             self._books.scrub_tail(sequence.blocks, stop)
@@ -189,8 +191,8 @@ class Transactions:
         transaction.state = "aborted"
         for sequence in transaction.sequences:
             sequence.transaction = None
-        if Aborted in self._events.wanted:
-            self._events.note(Aborted(parts=_told(transaction, kept=False)))
+        if "aborted" in self._events.wanted:
+            self._events.note("aborted", parts=_told(transaction, kept=False))
         with ExitStack() as stack:  # all of them, even if the storage raises
             columns = zip(transaction.sequences, transaction.starts, transaction.stops, strict=True)
             for index, (sequence, start, stop) in enumerate(columns):
@@ -209,6 +211,8 @@ class Transactions:
 
 def _told(transaction: Transaction, *, kept: bool = True) -> tuple[StepPart, ...]:
     """What observers hear of a step that is over."""
+    from kvcache_core.events import StepPart  # noqa: PLC0415 - loaded with the first observer
+
     return tuple(
         StepPart(
             request_id=sequence.request_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache_core import ConfigError, KvCacheManager, KvCacheWarning, MemoryPressure
-from kvcache_core.events import CacheEvent, PressureChanged
+from kvcache_core.events import PressureChanged
 from kvcache_core.observing import EventQueue
 from kvcache_core.pressure import PressureMonitor
 from tests.caches import NewCache, filled
@@ -44,7 +44,7 @@ def test_equal_thresholds_skip_a_level() -> None:
 def test_changes_only_are_noted(monitor: PressureMonitor) -> None:
     heard: list[PressureChanged] = []
     events = EventQueue("cache")
-    events.add(heard.append, frozenset({PressureChanged}), label="the test", first=CacheEvent())
+    events.add(heard.append, frozenset({PressureChanged}), label="the test")
     for used in (10, 61, 61, 70, 96, 100, 50, 0):
         monitor.note(used, 100, events)
     events.deliver()
