@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import ConfigError
 from kvcache_core.integrations.models import LoadedModel, bundled_gguf, load_model
 from kvcache_core.manager import KvCacheManager
@@ -37,7 +38,7 @@ def storage_class(request: pytest.FixtureRequest) -> type[Storage]:
 
 @pytest.fixture
 def open_for(storage_class: type[Storage]) -> Iterator[OpenFor]:
-    """Open caches for models; afterwards their books must be in order."""
+    """Open caches for models; afterwards their books must be in order. Prompts find each other's with `prefix=True`."""
     opened: list[KvCacheManager] = []
 
     def open_cache(model: PreTrainedModel, **spec: object) -> KvCacheManager:
@@ -51,7 +52,8 @@ def open_for(storage_class: type[Storage]) -> Iterator[OpenFor]:
             **spec,
         }
         cast = bool(values.pop("allow_dtype_cast", False))
-        opened.append(KvCacheManager(storage_class(StorageSpec(**values)), allow_dtype_cast=cast))
+        prefix = PrefixCacheConfig(enabled=bool(values.pop("prefix", False)))
+        opened.append(KvCacheManager(storage_class(StorageSpec(**values)), allow_dtype_cast=cast, prefix=prefix))
         return opened[-1]
 
     yield open_cache

@@ -12,11 +12,14 @@ from kvcache_core.errors import ShapeError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.integrations.transformers.forward_pass import PassWriter, not_supported
 from kvcache_core.integrations.transformers.layer import KvCacheLayer
+from kvcache_core.integrations.transformers.opener import Opener
 from kvcache_core.integrations.transformers.opening import Lease, config_for_model, require_same_shape, special_tokens
-from kvcache_core.integrations.transformers.prompt import common_prefix, require_length, single_prompt
-from kvcache_core.integrations.transformers.rows import Row, forked, pick, row_indices
-from kvcache_core.integrations.transformers.watch import watch
+from kvcache_core.integrations.transformers.prompt import read_prompts, require_length
+from kvcache_core.integrations.transformers.reuse import fitting_rows
+from kvcache_core.integrations.transformers.rows import Row, forget, forked, pick, row_indices
+from kvcache_core.integrations.transformers.watch import decoder_of, watch
 from kvcache_core.manager import KvCacheManager
+from kvcache_core.prefix import KeyValue
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +41,9 @@ class KvCache(Cache):  # type: ignore[misc]
             closed with the last `KvCache` that uses it; or a handle, which is taken over with what it holds.
         model: The model it will be used with. Told it, the cache learns the ids of the tokens it stores, which
             `prepare` needs, and notices when a forward pass fails.
-        max_sequence_length: Tokens the sequence may ever hold; the cache's own maximum when None.
+        max_sequence_length: Tokens a sequence may ever hold; the cache's own maximum when None.
+        adapter: Name of the adapter that the model runs with; prompts reuse only what the same one stored.
+        salt: A tenant's secret; prompts reuse only what the same salt stored.
 
     Raises:
         ShapeError: The model does not have the shape that the cache was opened for.
@@ -54,6 +59,8 @@ class KvCache(Cache):  # type: ignore[misc]
         model: Any = None,
         *,
         max_sequence_length: int | None = None,
+        adapter: KeyValue = None,
+        salt: KeyValue = None,
     ) -> None:
         lease: Lease | None = None
         if isinstance(source, KvCacheManager):
@@ -67,12 +74,13 @@ class KvCache(Cache):  # type: ignore[misc]
             require_same_shape(manager, model)
             watch(model)
         if isinstance(source, KvCacheHandle):
-            handle = source
-        else:
-            handle = manager.allocate(max_sequence_length=max_sequence_length)
-        self._adopt([Row(handle)], manager, lease)
+            max_sequence_length = source.max_tokens
+        opener = Opener(manager, model, max_sequence_length=max_sequence_length, adapter=adapter, salt=salt)
+        handle = source if isinstance(source, KvCacheHandle) else opener.open()
+        self._adopt([Row(handle)], opener, lease)
         if model is not None:
             self.pass_writer.special = special_tokens(model)
+            self.pass_writer.decoder = weakref.ref(decoder_of(model))
 
     @classmethod
     def for_model(cls, model: Any, config: CacheConfig | None = None, **overrides: Any) -> KvCache:
@@ -89,12 +97,13 @@ class KvCache(Cache):  # type: ignore[misc]
         """
         return cls(config_for_model(model, config, overrides), model)
 
-    def _adopt(self, rows: list[Row], manager: KvCacheManager, lease: Lease | None) -> None:
+    def _adopt(self, rows: list[Row], opener: Opener, lease: Lease | None) -> None:
         self.pass_writer = PassWriter(rows)
-        self._manager = manager
+        self._opener = opener
+        self._identity = opener.refresh()
         self._finalizer = weakref.finalize(self, self.pass_writer.close)
         self._lease = lease  # held after the finalizer has run, so the handle is freed before its cache is closed
-        self._geometry = geometry = manager.geometry
+        self._geometry = geometry = self.manager.geometry
         caching = set(geometry.caching_layers)
         super().__init__(
             layers=[
@@ -125,7 +134,7 @@ class KvCache(Cache):  # type: ignore[misc]
     @property
     def manager(self) -> KvCacheManager:
         """The cache that the sequences are part of."""
-        return self._manager
+        return self.pass_writer.manager
 
     @property
     def batch_size(self) -> int:
@@ -137,42 +146,52 @@ class KvCache(Cache):  # type: ignore[misc]
 
     # -- reuse -----------------------------------------------------------------------------------------------
 
-    def prepare(self, input_ids: Any, *, max_new_tokens: int = 1) -> int:
-        """Make the cache fit a prompt: keep the tokens both begin with, drop the rest.
+    def prepare(self, input_ids: Any, attention_mask: Any = None, *, max_new_tokens: int = 1) -> int:
+        """Make the cache fit a prompt or a batch of them: keep the tokens both begin with, drop the rest.
 
-        At least the prompt's last token is left for the model to compute, since `generate` needs its logits.
+        A prompt also finds what other sequences of the same cache have stored, those of other conversations and batches
+        included, if they are of the same model, adapter and salt: the longest such beginning, in whole blocks.
+
+        At least the last token of every prompt is left for the model to compute, since `generate` needs its logits.
+        Rows of a batch advance together, so that the one with least in common limits what the others keep.
         Only tokens whose ids are known can match: those of passes by a model that this cache was told about. A
-        model whose rotary embedding depends on the length of the sequence (dynamic NTK, LongRoPE) reuses nothing.
+        model whose rotary embedding depends on the length of the sequence (dynamic NTK, LongRoPE) reuses nothing, and
+        nor does one whose weights have changed.
 
         Args:
-            input_ids: The whole prompt: `[1, tokens]` or `[tokens]`, a tensor or a list of ints.
+            input_ids: The whole prompts: `[rows, tokens]` or `[tokens]`, a tensor or lists of ints. Lists of different
+                lengths are taken as padded on the left.
+            attention_mask: 0 for the pads of `input_ids`, which must be on the left; None for no pads.
             max_new_tokens: Tokens that will be generated at most, to learn now whether there is room for them.
 
         Returns:
-            Tokens kept, whose computation is saved.
+            Tokens kept, of all rows together, whose computation is saved.
 
         Raises:
-            ShapeError: No single prompt of at least one token.
-            CacheFullError: Prompt and new tokens are more than the sequence may hold; nothing is dropped.
+            ShapeError: A prompt has no token, or the mask does not fit.
+            CacheFullError: Prompt and new tokens are more than a sequence may hold; nothing is dropped.
         """
-        prompt = single_prompt(input_ids)
-        handle = self.handle
-        require_length(handle, len(prompt), max_new_tokens)
-        self.pass_writer.roll_back()
-        kept = min(common_prefix(handle.token_ids, prompt), len(prompt) - 1)
-        if not handle.manager.geometry.prefix_reusable:
-            kept = 0  # keys were rotated for the length that the sequence had then
-        if kept < handle.num_tokens:
-            handle.truncate(kept)
-        return kept
+        writer, opener = self.pass_writer, self._opener
+        prompts = read_prompts(input_ids, attention_mask)
+        require_length(writer.rows[0].handle, max(len(prompt.token_ids) for prompt in prompts), max_new_tokens)
+        writer.roll_back()
+        identity = opener.refresh()
+        if identity != self._identity or not self._geometry.prefix_reusable:
+            fresh = Row(opener.open())
+            writer.replace_rows([row.cut(0) for row in writer.rows])  # so that they are not kept for others
+            writer.replace_rows([fresh])
+            self._identity = identity
+        writer.replace_rows(fitting_rows(writer.rows, prompts, opener))
+        return sum(row.num_tokens for row in writer.rows)
 
     def fork(self) -> KvCache:
         """Return an independent copy that shares memory until one of the two writes; see `KvCacheHandle.fork`."""
         writer = self.pass_writer
         writer.roll_back()
         copy = type(self).__new__(type(self))
-        copy._adopt(forked(writer.rows), self._manager, self._lease)
-        copy.pass_writer.special = writer.special
+        copy._adopt(forked(writer.rows), self._opener, self._lease)
+        copy._identity = self._identity
+        copy.pass_writer.special, copy.pass_writer.decoder = writer.special, writer.decoder
         return copy
 
     def __copy__(self) -> KvCache:
@@ -253,13 +272,17 @@ class KvCache(Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Have row `i` continue what row `beam_idx[i]` holds, as beam search does after every token.
 
-        A row that is chosen once is moved, one that is chosen again is forked, and the others are freed.
+        A row that is chosen once is moved, one that is chosen again is forked, and the others are freed. What they
+        alone held is not kept for other requests.
 
         Raises:
             ShapeError: An index is not one of a row.
             CacheFullError: The backend has to copy something and there is no room; nothing changes.
         """
-        self.batch_select_indices(beam_idx)
+        former = self.pass_writer.rows
+        picked = self._picked(beam_idx)
+        forget(former, keep=picked)
+        self.pass_writer.replace_rows(picked)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have `repeats` forks of each row, one after the other."""
@@ -269,7 +292,11 @@ class KvCache(Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor | list[int]) -> None:
         """Keep the rows at `indices`, in their order; as `reorder_cache`, for any number of them."""
+        self.pass_writer.replace_rows(self._picked(indices))
+
+    def _picked(self, indices: torch.Tensor | list[int]) -> list[Row]:
         writer = self.pass_writer
         writer.roll_back()
-        if writer.num_columns:  # an empty cache takes on as many rows as the next pass has
-            writer.replace_rows(pick(writer.rows, row_indices(indices, self.batch_size)))
+        if not writer.num_columns:
+            return writer.rows  # an empty cache takes on as many rows as the next pass has
+        return pick(writer.rows, row_indices(indices, self.batch_size))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 
@@ -51,11 +52,13 @@ class PassWriter:
         rows: The rows, as the last finished pass left them.
         manager: The cache that they are part of.
         special: How to know finished rows.
+        decoder: The model that they are of, if that is known; what any other computes stays without ids.
     """
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
         self.special = SpecialTokens()
+        self.decoder: ReferenceType[torch.nn.Module] | None = None
         self.manager = rows[0].handle.manager
         self._caching_layers = frozenset(self.manager.geometry.caching_layers)
         self._pass = _ForwardPass()
@@ -64,6 +67,10 @@ class PassWriter:
     def num_columns(self) -> int:
         """Tokens and pads of each row, those of an unfinished pass not counted."""
         return num_columns(self.rows)
+
+    def is_of(self, decoder: torch.nn.Module) -> bool:
+        """Whether the rows may be of this model."""
+        return self.decoder is None or self.decoder() is decoder
 
     # -- the beginning and the end of a pass ---------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvcache_core.errors import ShapeError
 from kvcache_core.handle import KvCacheHandle
 
-__all__ = ["Gap", "Row", "Run", "drop", "forked", "num_columns", "pick", "row_indices"]
+__all__ = ["Gap", "Row", "Run", "drop", "forget", "forked", "num_columns", "pick", "row_indices"]
 
 
 class Gap(NamedTuple):
@@ -156,6 +156,14 @@ def drop(rows: Iterable[Row], *, keep: Iterable[Row] = ()) -> None:
     for row in rows:
         if id(row.handle) not in kept and row.handle.is_valid:
             row.handle.free()
+
+
+def forget(rows: Iterable[Row], *, keep: Iterable[Row] = ()) -> None:
+    """Empty the rows that are not among those to keep, so that nothing is left of them for others to find."""
+    kept = {id(row.handle) for row in keep}
+    for row in rows:
+        if id(row.handle) not in kept:
+            row.handle.truncate(0)
 
 
 def forked(rows: Sequence[Row]) -> list[Row]:

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
     from kvcache_core.integrations.transformers.forward_pass import PassWriter
 
-__all__ = ["watch"]
+__all__ = ["decoder_of", "watch"]
+
+
+def decoder_of(model: Any) -> torch.nn.Module:
+    """The part of a model that is called with the cache."""
+    decoder: torch.nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder
 
 
 def watch(model: Any) -> None:
@@ -26,7 +32,7 @@ def watch(model: Any) -> None:
 
     Watching a model twice is the same as once. A model that is called without a `KvCache` behaves as before.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = decoder_of(model)
     if _before not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
@@ -54,7 +60,7 @@ def _before(
     mask = writer.begin(
         tokens.shape[0],
         tokens.shape[1],
-        input_ids=input_ids,
+        input_ids=input_ids if writer.is_of(module) else None,
         position_ids=kwargs.get("position_ids"),
         attention_mask=given,
         # Said in the call. A config's default is less specific than a cache that was passed.

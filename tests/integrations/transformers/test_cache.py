@@ -192,11 +192,6 @@ def test_a_model_whose_rotation_depends_on_the_length_reuses_nothing(open_for):
     assert torch.equal(greedy(model, longer, cache), greedy(model, longer))
 
 
-def test_prepare_refuses_several_prompts(model, manager):
-    with pytest.raises(UnsupportedError, match="a batch of 2 prompts"):
-        KvCache(manager, model).prepare([[1, 2], [1, 3]])
-
-
 def test_prepare_refuses_a_prompt_longer_than_the_sequence_may_become(model, manager):
     cache = KvCache(manager, model, max_sequence_length=12)
     greedy(model, random_ids(9), cache, new_tokens=2)

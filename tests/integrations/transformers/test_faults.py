@@ -121,8 +121,9 @@ def test_transformers_18104_a_row_of_a_padded_batch_equals_its_own_run_in_both_t
     model.set_attn_implementation(attention)
     cache = KvCache(open_for(model), model)
     alone = [random_ids(length, seed=length) for length in (3, 7, 12)]
-    for more in (5,):
+    for more in (5, 1):
         ids, mask = left_padded(alone)
+        cache.prepare(ids, mask)
         out = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=16, do_sample=False)
         alone = [greedy(model, prompt, new_tokens=16) for prompt in alone]
         for row, whole in enumerate(alone):
