@@ -53,8 +53,8 @@ class Books:
         Raises:
             CacheFullError: So many cannot be had; nothing was changed.
         """
-        self.require(count, purpose=purpose)
         if count > self.allocator.free_block_count:
+            self.require(count, purpose=purpose)
             self.make_room(count)
             if count > self.allocator.free_block_count:  # the eviction policy spares something
                 raise self._no_room(count, purpose)

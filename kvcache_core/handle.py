@@ -300,10 +300,10 @@ class KvCacheHandle:
             HandleError: It was freed before, or is otherwise invalid.
             StepError: The handle is part of an open step.
         """
-        self._require_freeable()
         store = self._manager.store
         with store.locked():
-            self._require_freeable()
+            if self._freed:
+                self.require_usable()
             store.require_freeable(self._sequence, "free")
             self._freed = True
             store.drop_reference(self._sequence)
@@ -399,10 +399,6 @@ class KvCacheHandle:
         """Whether the handle can be given back: it is usable, or swapped out."""
         problem = self._problem()
         return problem is None or problem.reason == "swapped"
-
-    def _require_freeable(self) -> None:
-        if not self._is_freeable:
-            self.require_usable()
 
     def require_usable(self) -> None:
         """Raise HandleError, with the reason, unless the handle can be used."""

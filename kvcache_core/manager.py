@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
@@ -263,7 +263,7 @@ class KvCacheManager:
             ShapeError: Token ids or a count that are no such thing.
         """
         handles = tuple(new_tokens)
-        sequences = [self._own(handle) for handle in handles]
+        sequences = self._all_own(handles)
         tokens = pack(tuple(new_tokens.values()))
         if len(set(sequences)) < len(sequences):
             require_named_once(handles)
@@ -510,6 +510,16 @@ class KvCacheManager:
         return f"<KvCacheManager {self.backend!r}, {total} blocks of {self.block_size} tokens: {state}>"
 
     # -- checks ------------------------------------------------------------------------------------------
+
+    def _all_own(self, handles: Sequence[KvCacheHandle]) -> list[CachedSequence]:
+        """As `_own` of each."""
+        try:
+            sequences = [handle.sequence_in(self) for handle in handles]
+        except AttributeError:  # one of them is no handle
+            return [self._own(handle) for handle in handles]
+        if None in sequences:
+            return [self._own(handle) for handle in handles]
+        return cast("list[CachedSequence]", sequences)
 
     def _own(self, handle: KvCacheHandle) -> CachedSequence:
         """Return the sequence of a handle of this cache that was not freed; whether it is usable, the store checks."""

@@ -22,11 +22,13 @@ class PackedTokens(NamedTuple):
         counts: New tokens of each sequence.
         named: Whether their ids are known.
         ids: The ids of all named tokens, in packing order.
+        one_each: Whether each sequence adds one named token, as in a decode step.
     """
 
     counts: Sequence[int]
     named: Sequence[bool]
     ids: array[int]
+    one_each: bool
 
 
 def pack(new_tokens: Sequence[NewTokens]) -> PackedTokens:
@@ -41,7 +43,7 @@ def pack(new_tokens: Sequence[NewTokens]) -> PackedTokens:
         except (TypeError, ValueError, OverflowError):  # not one each, or no ids: found out one by one
             pass
         else:
-            return PackedTokens([1] * len(ids), [True] * len(ids), ids)
+            return PackedTokens([1] * len(ids), [True] * len(ids), ids, True)
     counts, named, ids = [], [], array("q")
     for new in new_tokens:
         if isinstance(new, int):
@@ -52,4 +54,4 @@ def pack(new_tokens: Sequence[NewTokens]) -> PackedTokens:
             ids.extend(some)
         counts.append(count)
         named.append(not isinstance(new, int))
-    return PackedTokens(counts, named, ids)
+    return PackedTokens(counts, named, ids, False)

@@ -232,12 +232,14 @@ class PrefixCache:
         sequence.is_kept = True
         self.retained[sequence.cache_id] = sequence
         surplus = self.index.prefer(sequence)
-        sequence.priority = max([sequence.priority, *(prefix.priority for prefix in surplus)])
+        if surplus:
+            sequence.priority = max([sequence.priority, *(prefix.priority for prefix in surplus)])
         try:  # all of it, even if the storage or the policy raises
             self._books.release(dropped)
         finally:
             try:
-                self._use(sequence)
+                sequence.touch()
+                self.policy.record_access(sequence.cache_id)
             finally:
                 self._drop_surplus(surplus)
 
@@ -245,7 +247,8 @@ class PrefixCache:
         """Drop these, and what is more than may be kept."""
         for prefix in surplus:
             self._drop(prefix, None)  # all that it holds stays findable
-        while len(self.retained) > self.settings.max_prefixes:
+        most = self.settings.max_prefixes
+        while len(self.retained) > most:
             self._evict_one()
 
     def _use(self, kept: CachedSequence) -> None:

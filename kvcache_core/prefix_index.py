@@ -210,10 +210,14 @@ class PrefixIndex:
             Kept sequences that end at that last shared block, and so hold nothing that this one does not.
         """
         node = sequence.tip
-        while node is not None and node.depth:
-            former, node.home = node.home, sequence
-            if former.is_kept and former is not sequence:
-                return [other for other in node.tips or () if other.is_kept]
+        if node is None:
+            return []
+        while node.depth:
+            former = node.home
+            if former is not sequence:
+                node.home = sequence
+                if former.is_kept:
+                    return [other for other in node.tips or () if other.is_kept]
             node = node.parent
         return []
 

@@ -46,7 +46,7 @@ class Reservation:
         If the storage raises, the table is as before and `taken` belongs to the caller again.
         """
         sequence = self.sequence
-        copies = self._enter(books.block_size, list(taken)) if self.needed else ()
+        copies = self._enter(books.block_size, list(taken)) if taken else ()
         try:
             storage.reserve(sequence.slot, sequence.blocks, self.start, self.stop, copies)
         except BaseException:

@@ -137,8 +137,7 @@ class SequenceStore:
 
     def require_freeable(self, sequence: CachedSequence, operation: str) -> None:
         """As `require_changeable`, but a sequence that is swapped out will do."""
-        problem = self.problem_with(sequence)
-        if problem is None or problem.reason != "swapped":
+        if sequence.state is not HandleState.SWAPPED or sequence.generation != self.generation:
             self.require_changeable(sequence, operation)
 
     def require_changeable(self, sequence: CachedSequence, operation: str) -> None:
@@ -432,9 +431,8 @@ class SequenceStore:
     def reserve(self, sequences: Sequence[CachedSequence], tokens: PackedTokens) -> Transaction:
         """Reserve room for the new tokens of every sequence, or for none."""
         with self.locked():
-            generation = self.generation
             for each in sequences:
-                if each.transaction is not None or each.generation != generation or each.state is not _ACTIVE:
+                if each.transaction is not None or each.state is not _ACTIVE:  # as all are from before a reset
                     self.require_changeable(each, "begin a step with")
             starts = [each.num_tokens for each in sequences]
             stops = list(map(add, starts, tokens.counts))

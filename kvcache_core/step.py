@@ -171,14 +171,15 @@ class Step:
             StepError: The step is not open, or a layer was already written.
         """
         self._require_open("mark_written")
-        if not any(name.startswith("export.") for name in self._storage.capabilities):
+        if "graph_capture" not in self._storage.capabilities and not any(
+            name.startswith("export.") for name in self._storage.capabilities
+        ):
             self._manager.require_capability("graph_capture")
-        unwritten = [layer for layer in self._manager.geometry.caching_layers if layer not in self._written]
         for layer in layers:
             self._manager.own_spec(layer)
-            if layer not in unwritten:
+            if layer in self._written:
                 raise StepError(f"layer {layer} was already written in this step; each layer is written once")
-        self._written.update(layers or unwritten)
+        self._written.update(layers or self._manager.geometry.caching_layers)
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
         """Attend the new tokens causally over everything cached in `layer`, the new tokens included.

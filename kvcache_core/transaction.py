@@ -86,33 +86,20 @@ class Transactions:
             CacheFullError: There is no room for all of them; nothing changes.
         """
         sequences, starts, stops = transaction.sequences, transaction.starts, transaction.stops
-        for sequence in sequences:
-            if sequence.tip is not None and sequence.tip.depth != sequence.deduplicated:
+        size, names = self._books.block_size, self._books.allocator.names
+        paged, rooms = self._paged, transaction.rooms
+        for index, (sequence, start, stop) in enumerate(zip(sequences, starts, stops, strict=True)):
+            tip, row = sequence.tip, start % size
+            if tip is not None and tip.depth != sequence.deduplicated:
                 self._prefixes.deduplicate(sequence)
-        for index in self._without_room(transaction):
-            room = Reservation(self._books, sequences[index], starts[index], stops[index])
-            transaction.rooms[index] = room
-        if transaction.rooms:
+            # The memory of a sequence's own last block is there since its first row was reserved.
+            if not (paged and row and row + stop - start <= size and names[sequence.blocks[start // size]] == 1):
+                rooms[index] = Reservation(self._books, sequence, start, stop)
+        if rooms:
             self._reserve(transaction)
         for sequence in sequences:
             sequence.transaction = transaction
         return transaction
-
-    def _without_room(self, transaction: Transaction) -> Sequence[int]:
-        """Indices of the sequences for which something has to be reserved: in paged memory, few of those that decode.
-
-        The memory of a sequence's own last block is there since its first row was reserved.
-        """
-        sequences = transaction.sequences
-        if not self._paged:
-            return range(len(sequences))
-        size, names = self._books.block_size, self._books.allocator.names
-        columns = zip(sequences, transaction.starts, transaction.stops, strict=True)
-        return [
-            index
-            for index, (each, start, stop) in enumerate(columns)
-            if (row := start % size) == 0 or row + stop - start > size or names[each.blocks[start // size]] > 1
-        ]
 
     def _reserve(self, transaction: Transaction) -> None:
         books, storage, rooms = self._books, self._storage, list(transaction.rooms.values())
@@ -152,7 +139,7 @@ class Transactions:
             self._storage.truncate(sequence.slot, stop)
         unneeded: list[int] = []
         for index, room in transaction.rooms.items():
-            if room.needed:
+            if index in transaction.accepted or room.held_blocks:
                 unneeded += room.settle(size, stops[index])
         self._name_tokens(transaction, stops)
         transaction.state = "committed"
@@ -161,7 +148,7 @@ class Transactions:
             sequence.version += 1
             sequence.last_access = now
             sequence.transaction = None
-            if stop // size > start // size:
+            if stop % size < stop - start:  # a block has become full
                 self._prefixes.publish(sequence)
         if not shortened:
             transaction.versions = transaction.current_versions()
@@ -173,17 +160,20 @@ class Transactions:
 
     def _name_tokens(self, transaction: Transaction, stops: Sequence[int]) -> None:
         """Note the ids of the tokens that are kept, as far as those before them are known."""
-        counts, named, ids = transaction.tokens
+        sequences, starts, (counts, named, ids, one_each) = (
+            transaction.sequences,
+            transaction.starts,
+            transaction.tokens,
+        )
+        if one_each and not transaction.accepted:
+            for known, start, token in zip([each.token_ids for each in sequences], starts, ids, strict=True):
+                if len(known) == start:
+                    known.append(token)
+            return
         at = 0
-        for sequence, start, stop, count in compress(
-            zip(transaction.sequences, transaction.starts, stops, counts, strict=True), named
-        ):
-            known = sequence.token_ids
-            if len(known) == start and stop > start:
-                if count == 1:
-                    known.append(ids[at])
-                else:
-                    known.extend(ids[at : at + stop - start])
+        for sequence, start, stop, count in compress(zip(sequences, starts, stops, counts, strict=True), named):
+            if len(sequence.token_ids) == start:
+                sequence.token_ids.extend(ids[at : at + stop - start])
             at += count
 
     def undo(self, transaction: Transaction) -> None:
