@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import BaseModel
 
 from kvcache_core.geometry import DTYPE_SIZES
+from kvcache_core.interface import INTERFACE_VERSION
 from kvcache_core.names import canonical, name_problem
 from kvcache_core.storage import CAPABILITIES, Placement
 
@@ -72,8 +73,6 @@ def _check_interface(interface: Any) -> None:
 
 
 def _speaks_our_interface(interface: tuple[int, int]) -> bool:
-    from kvcache_core.plugin import INTERFACE_VERSION  # noqa: PLC0415 - that module imports this one
-
     return interface[0] == INTERFACE_VERSION[0] and interface[1] <= INTERFACE_VERSION[1]
 
 

@@ -10,14 +10,16 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcache_core.discovery import Entry
 from kvcache_core.errors import BackendDisabledError, ConfigWarning
-from kvcache_core.fit import Wishes
 from kvcache_core.messages import DISABLE_VARIABLE, FIRST_PARTY, disabled
 from kvcache_core.names import parse_request
 from kvcache_core.registry import Backend, BackendRegistry
+
+if TYPE_CHECKING:
+    from kvcache_core.fit import Wishes
 
 __all__ = ["Disabled", "Ban"]
 

@@ -15,13 +15,10 @@ from typing import Any
 
 from kvcache_core import _compat
 from kvcache_core._compat import MetadataFinder
+from kvcache_core.interface import ENTRY_POINT_GROUP, OBSERVER_GROUP
 from kvcache_core.names import canonical, name_problem
-from kvcache_core.plugin import ENTRY_POINT_GROUP
 
-__all__ = ["OBSERVER_GROUP", "Catalogue", "DiscoveryProblem", "Distribution", "Entry", "scan"]
-
-#: The entry-point group in which distributions name the modules of their observers.
-OBSERVER_GROUP = "kvcache_core.observers"
+__all__ = ["Catalogue", "DiscoveryProblem", "Distribution", "Entry", "scan"]
 
 _GROUPS = (ENTRY_POINT_GROUP, OBSERVER_GROUP)
 _DISTRIBUTION_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)

@@ -14,8 +14,6 @@ from kvcache_core.errors import HandleError, ShapeError, StepError
 from kvcache_core.geometry import LayerSpec
 from kvcache_core.sequence import CachedSequence, HandleState
 from kvcache_core.stats import CacheHandleStats
-from kvcache_core.step import require_tensor
-from kvcache_core.table_editing import edited_table
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +184,8 @@ class KvCacheHandle:
             HandleError: On exit: a block is not one the caller has got from the allocator; or the handle was
                 freed or changed meanwhile.
         """
+        from kvcache_core.table_editing import edited_table  # noqa: PLC0415 - plugins import this module
+
         with edited_table(self._live().store, self._sequence) as table:
             yield table
 
@@ -237,6 +237,8 @@ class KvCacheHandle:
             CacheFullError: There is no room.
             StepError: The handle is part of an open step.
         """
+        from kvcache_core.step import require_tensor  # noqa: PLC0415 - plugins import this module
+
         manager = self._live()
         caching = manager.geometry.caching_layers
         try:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from kvcache_core.events import CacheEvent
 from kvcache_core.plugin import BackendDescriptor, HostInfo
+
+if TYPE_CHECKING:
+    from kvcache_core.events import CacheEvent
 
 __all__ = ["PROJECT", "HookError", "KvCacheHooks", "event_hooks", "hookspec", "query_backends"]
 

@@ -21,8 +21,8 @@ from kvcache_core.errors import (
     NoBackendAvailableError,
     UnknownBackendError,
 )
+from kvcache_core.interface import ENTRY_POINT_GROUP, INTERFACE_VERSION
 from kvcache_core.names import AUTO, canonical, parse_request
-from kvcache_core.plugin import ENTRY_POINT_GROUP, INTERFACE_VERSION
 
 if TYPE_CHECKING:
     from kvcache_core.discovery import Distribution, Entry

@@ -23,10 +23,12 @@ from typing import Any
 import pluggy
 from pydantic import BaseModel, ConfigDict
 
+from kvcache_core import _first_model  # noqa: F401 - before any other model; see there
 from kvcache_core.descriptor_rules import check_descriptor
 from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.host_memory import host_memory
+from kvcache_core.interface import ENTRY_POINT_GROUP, INTERFACE_VERSION
 from kvcache_core.storage import (
     CAPABILITIES,
     Batch,
@@ -65,12 +67,6 @@ __all__ = [
     "hookimpl",
     "host_memory",
 ]
-
-#: Version of the interface in this module. A plugin works when its major is the same and its minor not greater.
-INTERFACE_VERSION: tuple[int, int] = (1, 0)
-
-#: The entry-point group in which distributions name their plugin module.
-ENTRY_POINT_GROUP = "kvcache_core.backends"
 
 #: Marks a function of the plugin module as the implementation of a hook.
 hookimpl = pluggy.HookimplMarker("kvcache_core")

@@ -2,7 +2,8 @@
 
 Three depths, each costlier than the one before: an *entry* is a line of metadata; *describing* imports a plugin's
 light module; *loading* imports its storage, and torch with it. One name is resolved at a time, so a broken plugin
-disturbs nobody else, and what failed is remembered until `refresh`. No lock is held while plugin code runs.
+disturbs nobody else, and what failed is remembered until `refresh`. No lock is held while plugin code runs. What is
+needed for the deeper two is imported there: listing entries needs neither pydantic nor pluggy.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
-from kvcache_core import _compat, conformity, messages
+from kvcache_core import _compat, messages
 from kvcache_core._compat import MetadataFinder
 from kvcache_core._torch_autoload import ensure_torch_can_be_imported
 from kvcache_core.discovery import Catalogue, DiscoveryProblem, Distribution, Entry, scan
 from kvcache_core.errors import BackendError
-from kvcache_core.hookspecs import HookError, query_backends
 from kvcache_core.loading import import_module, import_target, plugin_code
 from kvcache_core.memo import BusyError, Memo
 from kvcache_core.names import parse_request
-from kvcache_core.plugin import BackendDescriptor, HostInfo, Storage
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from kvcache_core.plugin import BackendDescriptor, Storage
 
 __all__ = ["Backend", "BackendRegistry", "get_registry"]
 
@@ -184,6 +186,8 @@ class BackendRegistry:
         for descriptor in declared:
             if descriptor.name == found.name:
                 return Backend(descriptor, found.distribution)
+        from kvcache_core.hookspecs import HookError  # noqa: PLC0415 - see above
+
         names = ", ".join(descriptor.name for descriptor in declared) or "none"
         with plugin_code(found.name, found.distribution, f"declaring its backends in {found.module}"):
             raise HookError(f"{found.module} declares no backend of this name (declared: {names})")
@@ -209,7 +213,7 @@ class BackendRegistry:
 
     def _query(self, state: _State, entry: Entry, module: Any) -> tuple[BackendDescriptor, ...]:
         with plugin_code(entry.name, entry.distribution, f"declaring its backends in {entry.module}"):
-            declared = query_backends(module, HostInfo(version=_compat.core_version()))
+            declared = _declarations(module)
         announced = {
             other.name
             for other in self.entries()
@@ -237,11 +241,13 @@ class BackendRegistry:
             IncompatibleBackendError: It is for another interface version, or lacks required methods.
             BackendLoadError: Its code raises.
         """
+        from kvcache_core.conformity import storage_faults  # noqa: PLC0415 - see above
+
         backend = self.describe(name)
         self.require_interface(backend)
         ensure_torch_can_be_imported()
         storage = self._target(backend, "storage", backend.descriptor.storage)
-        faults = conformity.storage_faults(storage, backend.descriptor)
+        faults = storage_faults(storage, backend.descriptor)
         if faults:
             raise messages.lacking(backend.name, backend.distribution, backend.descriptor.storage, faults)
         return storage  # type: ignore[no-any-return]
@@ -256,6 +262,8 @@ class BackendRegistry:
 
     def options_model(self, backend: Backend) -> type[BaseModel]:
         """Return the model of a backend's options, importing it where the descriptor names a path."""
+        from pydantic import BaseModel  # noqa: PLC0415 - see above
+
         model = self._target(backend, "options", backend.descriptor.options)
         if isinstance(model, type) and issubclass(model, BaseModel):
             return model
@@ -291,6 +299,8 @@ class BackendRegistry:
         Raises:
             BackendError: A different backend is registered under this name.
         """
+        from kvcache_core.plugin import BackendDescriptor  # noqa: PLC0415 - see above
+
         if not isinstance(descriptor, BackendDescriptor):
             raise BackendError(f"register takes a BackendDescriptor, not {type(descriptor).__name__}")
         backend = Backend(descriptor)
@@ -318,7 +328,7 @@ class BackendRegistry:
 
         def query() -> tuple[BackendDescriptor, ...]:
             with plugin_code(name, None, "declaring its backends"):
-                return query_backends(module, HostInfo(version=_compat.core_version()))
+                return _declarations(module)
 
         # Asked once, so that registering a module again brings the very same descriptors and changes nothing.
         declared = self._state.memo.get(("registered", name, id(module)), query)
@@ -361,6 +371,13 @@ class BackendRegistry:
         """Whether `occasion` comes up for the first time since the last refresh; for warnings given once."""
         mark = object()
         return self._state.warned.setdefault(occasion, mark) is mark
+
+
+def _declarations(module: Any) -> tuple[BackendDescriptor, ...]:
+    from kvcache_core.hookspecs import query_backends  # noqa: PLC0415 - see above
+    from kvcache_core.plugin import HostInfo  # noqa: PLC0415
+
+    return query_backends(module, HostInfo(version=_compat.core_version()))
 
 
 _default = BackendRegistry()

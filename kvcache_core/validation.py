@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from kvcache_core import _first_model  # noqa: F401 - before any other model; see there
 from kvcache_core.errors import ConfigError
 
 __all__ = [

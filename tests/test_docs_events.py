@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from kvcache_core.config import CacheConfig
-from kvcache_core.discovery import OBSERVER_GROUP
 from kvcache_core.events import EVENT_TYPES, CacheEvent, EvictionReason, FreeReason, SequenceEvent, StepPart
 from kvcache_core.hookspecs import event_hooks
+from kvcache_core.interface import OBSERVER_GROUP
 from kvcache_core.prefix import MissReason
 
 TEXT = (Path(__file__).parents[1] / "docs" / "events.md").read_text(encoding="utf-8")

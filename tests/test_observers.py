@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache_core import CacheGeometry, ConfigError, ConfigWarning, KvCacheManager, KvCacheWarning, open_cache
-from kvcache_core.discovery import OBSERVER_GROUP
+from kvcache_core.interface import OBSERVER_GROUP
 from kvcache_core.registry import BackendRegistry
 from tests.plugin_site import Site
 

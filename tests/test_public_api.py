@@ -3,89 +3,29 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import kvcache_core
-from kvcache_core import plugin
+from tests.api_listing import FROZEN, MODULES, listing
 
 SOURCES = Path(kvcache_core.__file__).parent
 HEAVY = {"torch", "numpy", "transformers", "importlib_metadata", "pytest", "hypothesis", "rich", "typer", "click"}
 
-PUBLIC = [
-    "AllocationRequest",
-    "AmbiguousBackendError",
-    "BackendDisabledError",
-    "BackendError",
-    "BackendLoadError",
-    "BackendSkippedWarning",
-    "BackendUnavailableError",
-    "BlockTable",
-    "Budget",
-    "CacheConfig",
-    "CacheFullError",
-    "CacheGcStats",
-    "CacheGeometry",
-    "CacheHandleStats",
-    "CacheManagerStats",
-    "ConfigError",
-    "ConfigWarning",
-    "HandleError",
-    "HandleState",
-    "IncompatibleBackendError",
-    "KvCacheError",
-    "KvCacheHandle",
-    "KvCacheManager",
-    "KvCacheWarning",
-    "LayerGroup",
-    "LayerSpec",
-    "MemoryPressure",
-    "MutableBlockTable",
-    "NoBackendAvailableError",
-    "OptionsError",
-    "PrefixCacheConfig",
-    "PrefixExplanation",
-    "PressureThresholds",
-    "ShapeError",
-    "Step",
-    "StepError",
-    "UnknownBackendError",
-    "UnsupportedError",
-    "WouldCopy",
-    "open_cache",
-]
-
-FOR_BACKENDS = [
-    "Available",
-    "BackendDescriptor",
-    "BackendOptions",
-    "Batch",
-    "BlockCopy",
-    "BlockRows",
-    "CAPABILITIES",
-    "CacheGeometry",
-    "DeviceMemory",
-    "ENTRY_POINT_GROUP",
-    "HostInfo",
-    "INTERFACE_VERSION",
-    "KvCacheHandle",
-    "LayerGroup",
-    "LayerSpec",
-    "Placement",
-    "ProbeRequest",
-    "ProbeResult",
-    "Segment",
-    "Storage",
-    "StorageSpec",
-    "Unavailable",
-    "hookimpl",
-    "host_memory",
-]
+HOW_TO_ANNOUNCE = """
+The public API has changed. If that is meant:
+  1. python -m tests.api_listing        (writes tests/public_api.txt anew; commit it)
+  2. add a line to CHANGELOG.md that says what changes for whom; a removal or a new duty waits for the next major.
+What differs:
+"""
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -95,30 +35,81 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_public_names_are_exactly_these() -> None:
-    assert kvcache_core.__all__ == PUBLIC
-    assert sorted(kvcache_core.__all__) == kvcache_core.__all__
+def test_the_api_is_as_announced() -> None:
+    announced, found = FROZEN.read_text(encoding="utf-8").splitlines(), listing().splitlines()
+    if found != announced:
+        diff = difflib.unified_diff(announced, found, "announced", "found", lineterm="", n=1)
+        pytest.fail(HOW_TO_ANNOUNCE + "\n".join(diff), pytrace=False)
 
 
-def test_every_public_name_is_there_and_no_other() -> None:
-    modules = {name for _, name, _ in pkgutil.iter_modules(kvcache_core.__path__)}
-    visible = {name for name in vars(kvcache_core) if not name.startswith("_")} - modules
-    assert visible == set(PUBLIC)
+def test_the_announcement_has_every_name_that_is_offered() -> None:
+    lines = FROZEN.read_text(encoding="utf-8").splitlines()
+    for module in MODULES:
+        start = lines.index(f"# {module}") + 1
+        section = lines[start : lines.index("", start)]
+        names = [re.sub(r"^(class|def) ", "", line) for line in section if not line.startswith(" ")]
+        offered = importlib.import_module(module).__all__
+        assert [re.split(r"\W", name)[0] for name in names] == sorted(offered), module
+        assert len(set(offered)) == len(offered), module
 
 
-def test_what_backend_authors_import_is_exactly_this() -> None:
-    assert sorted(plugin.__all__) == sorted(FOR_BACKENDS)
-    assert all(hasattr(plugin, name) for name in plugin.__all__)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("def before(a: int, *, b: str = 'x') -> None: ...", "def before(a: int, *, b: str = 'y') -> None: ..."),
+        ("def before(a: int) -> None: ...", "def before(b: int) -> None: ..."),
+        ("def before(a: int) -> None: ...", "def before(a: int = 0) -> None: ..."),
+        ("class before:\n    def do(self): ...", "class before:\n    def did(self): ..."),
+        ("class before:\n    def do(self): ...", "class before(Exception):\n    def do(self): ..."),
+        ("@dataclass\nclass before:\n    a: int", "@dataclass\nclass before:\n    a: int = 0"),
+        ("@dataclass\nclass before:\n    a: int", "@dataclass\nclass before:\n    a: str"),
+        ("before = 1", "before = 2"),
+    ],
+)
+def test_the_listing_notices_a_change(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(source: str) -> str:
+        module = types.ModuleType("kvcache_core.made_up")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec("from __future__ import annotations\nfrom dataclasses import dataclass\n" + source, vars(module))
+        vars(module)["__all__"] = ["before"]
+        return listing((module.__name__,))
+
+    assert listed(before) != listed(after)
+    assert listed(before) == listed(before)
+
+
+def test_public_names_are_sorted_and_no_other_shows() -> None:
+    assert dir(kvcache_core) == kvcache_core.__all__ == sorted(kvcache_core.__all__)
+    with pytest.raises(AttributeError, match="'kvcache_core' has no attribute 'KvCacheManger'"):
+        _ = kvcache_core.KvCacheManger  # type: ignore[attr-defined]
+
+
+def test_type_checkers_are_told_the_same_homes_of_the_public_names() -> None:
+    tree = ast.parse((SOURCES / "__init__.py").read_text(encoding="utf-8"))
+    told = {
+        alias.name: str(node.module).removeprefix("kvcache_core.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvcache_core.")
+        for alias in node.names
+    }
+    assert told == kvcache_core._HOMES
+    assert sorted(told) == kvcache_core.__all__
 
 
 def test_public_objects_say_what_they_are_for() -> None:
-    for name in PUBLIC:
+    for name in kvcache_core.__all__:
         assert (getattr(kvcache_core, name).__doc__ or "").strip(), name
 
 
 @pytest.mark.parametrize("module", ["kvcache_core", "kvcache_core.plugin"])
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     assert loaded_by(f"import {module}") & HEAVY == set()
+
+
+def test_importing_the_package_loads_nothing_at_all_and_listing_backends_no_model() -> None:
+    assert loaded_by("import kvcache_core") & {"pydantic", "pluggy", "dataclasses", "logging"} == set()
+    listing_backends = "from kvcache_core.registry import get_registry; get_registry().entries()"
+    assert loaded_by(listing_backends) & {"pydantic", "pluggy", "torch"} == set()
 
 
 def test_bookkeeping_needs_no_torch() -> None:
@@ -153,7 +144,7 @@ def test_shipped_code_validates_by_errors_and_trusts_no_pickle(path: Path) -> No
 
 def test_modules_say_what_is_theirs_to_offer() -> None:
     for _, name, _ in pkgutil.iter_modules(kvcache_core.__path__):
-        if name.startswith("_") or name in {"attention", "integrations", "testing", "paged", "cli"}:
+        if name.startswith("_") or name in {"attention", "bench", "integrations", "testing", "paged", "cli"}:
             continue
         module = importlib.import_module(f"kvcache_core.{name}")
         assert module.__doc__, name
