@@ -250,6 +250,16 @@ class Storage(ABC):
             `[batch.num_tokens, num_heads, value_head_dim]` in the dtype of `query`.
         """
 
+    def prefers_attend(self, num_new_tokens: int) -> bool:
+        """Whether `attend` is a faster way to attention than torch's own over what `context` returns.
+
+        For callers that could do either. True where `context` has to copy, unless overridden.
+
+        Args:
+            num_new_tokens: New tokens of a sequence, at most.
+        """
+        return not self.dense_is_view
+
     @abstractmethod
     def gather(
         self, slot: Any, blocks: Sequence[int], num_tokens: int, layer: int

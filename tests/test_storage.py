@@ -35,6 +35,7 @@ def test_a_storage_gets_defaults_for_the_rest(storage: type[Storage]) -> None:
     assert tuple(made.audit()) == ()
     assert Storage.scrub(made, [BlockRows(1, 0, 4)]) is None  # type: ignore[func-returns-value]
     assert made.device_memory("cpu", None) == DeviceMemory(total=1 << 30, free=1 << 29)
+    assert made.prefers_attend(1) is not made.dense_is_view
     assert made.bytes_per_block == 4 * made.bytes_per_token(made.spec.geometry, "float32", None)
 
 

@@ -113,7 +113,8 @@ class PassWriter:
             special=self.special,
         )
         is_dense = plan.is_plain and not self.rows[0].gaps
-        self._pass = _ForwardPass(plan, announced=True, stored=stored, pending=attends and stored and not is_dense)
+        pending = attends and stored and (not is_dense or self.manager.storage.prefers_attend(width))
+        self._pass = _ForwardPass(plan, announced=True, stored=stored, pending=pending)
         if not self._pass.pending or getattr(attention_mask, "ndim", 2) != 2:
             return attention_mask
         if attention_mask is None:

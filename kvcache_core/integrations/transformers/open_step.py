@@ -45,7 +45,7 @@ class OpenStep:
             raise
         self._rows = [plan.row_after(row, number) for row, number in zip(before, stored, strict=True)]
         self._packing = Packing(plan.num_rows, plan.is_token, plan.leaders, plan.followers, manager.device)
-        self._prefers_attend = not manager.storage.dense_is_view
+        self._prefers_attend = manager.storage.prefers_attend(plan.width)
         self._is_dense = plan.num_rows == 1 and not self._rows[0].gaps
         self._stand_ins: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -61,10 +61,10 @@ class OpenStep:
             keys, values = self._dense(layer, key.dtype, value.dtype)
             note_layer(keys, WrittenLayer(self._step, layer, packing, None, self._prefers_attend))
             return keys, values
-        keys = self._stand_in(key)
+        keys, values = self._stand_in(key).detach(), self._stand_in(value)
         dense = partial(self._dense, layer, key.dtype, value.dtype)
         note_layer(keys, WrittenLayer(self._step, layer, packing, dense, prefers_attend=True))
-        return keys, self._stand_in(value)
+        return keys, values
 
     def commit(self) -> list[Row]:
         """Make the tokens part of the rows; returns the rows of the whole batch."""
@@ -101,4 +101,4 @@ class OpenStep:
         if known is None:
             shape = (self._plan.num_rows, heads, self._plan.columns + self._plan.width, dim)
             known = self._stand_ins[heads, dim] = torch.empty(shape, dtype=new.dtype, device="meta")
-        return known.detach()
+        return known

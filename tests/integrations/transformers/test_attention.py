@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from kvcache_core.errors import UnsupportedError
 from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache, attention
 from kvcache_core.step import Step
-from tests.integrations.tiny import greedy, random_ids, tiny_model
+from tests.integrations.tiny import greedy, left_padded, random_ids, tiny_model
 
 
 @pytest.fixture(params=["llama", "gemma3", "mistral", "bloom"])
@@ -61,11 +61,12 @@ def test_logits_equal_those_of_sdpa_with_ragged_chunks(switched, open_for):
     torch.testing.assert_close(torch.cat(got, dim=1), expected)
 
 
-def test_the_backend_attends_where_keys_would_have_to_be_gathered(attended, manager):
+def test_the_backend_attends_where_it_says_that_it_is_the_faster(attended, manager):
     model = copy.deepcopy(tiny_model())
     model.set_attn_implementation(ATTENTION_NAME)
-    greedy(model, random_ids(9), KvCache(manager, model), new_tokens=3)
-    assert attended == ([] if manager.storage.dense_is_view else [9] * 4 + [1] * 8)
+    greedy(model, random_ids(20), KvCache(manager, model), new_tokens=3)
+    passes = [20, 1, 1]
+    assert attended == [width for width in passes if manager.storage.prefers_attend(width) for _ in range(4)]
 
 
 @pytest.mark.parametrize(("dtype", "folds"), [(torch.float32, True), (torch.bfloat16, False)])
@@ -80,7 +81,7 @@ def test_views_are_attended_folded_in_float32_only(dtype, folds, monkeypatch):
         return fold(query, *rest)
 
     monkeypatch.setattr(attention, "_attend_folded", count)
-    greedy(model, random_ids(9), KvCache.for_model(model, backend="cpu"), new_tokens=3)
+    greedy(model, random_ids(9), KvCache.for_model(model, backend="cpu", options={"attention": "torch"}), new_tokens=3)
     assert folded == ([1] * 8 if folds else [])
 
 
@@ -108,14 +109,51 @@ def test_a_dynamic_cache_in_chunks_is_masked_rightly(switched):
     assert torch.equal(greedy(switched, ids, cache, prefill_chunk_size=5), greedy(twin(switched), ids))
 
 
-def test_an_own_mask_is_followed(attended, manager):
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("cached", [0, 5])
+def test_an_own_mask_is_followed(cached, rows, attended, manager):
     model = copy.deepcopy(tiny_model())
     model.set_attn_implementation(ATTENTION_NAME)
-    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    cache = KvCache(manager, model)
+    ids = torch.cat([random_ids(cached + 4, seed=seed) for seed in range(rows)])
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(rows, 1, cached + 4, cached + 4, generator=generator) < 0.7
+    mask[..., 0] = True
+    mask[:, :, :cached] = torch.ones(cached, cached + 4, dtype=torch.bool).tril()
     with torch.no_grad():
-        got = model(random_ids(4), cache=KvCache(manager, model), attention_mask=mask).logits
-        torch.testing.assert_close(got, tiny_model()(random_ids(4), attention_mask=mask).logits)
+        if cached:
+            model(ids[:, :cached], cache=cache)
+        attended.clear()
+        got = model(ids[:, cached:], cache=cache, attention_mask=mask[:, :, cached:]).logits
+        torch.testing.assert_close(got, tiny_model()(ids, attention_mask=mask).logits[:, cached:])
     assert attended == []
+    assert all(len(handle.token_ids) == cached for handle in cache.handles)
+
+
+@pytest.mark.parametrize("argument", [{"position_bias": True}, {"is_causal": False}, {"dropout": 0.5}])
+def test_what_a_backend_does_not_know_is_computed_by_sdpa_from_a_padded_copy(argument, attended, manager, monkeypatch):
+    model = copy.deepcopy(tiny_model())
+    model.set_attn_implementation(ATTENTION_NAME)
+    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+
+    def sdpa(_: object, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **__):
+        calls.append((key, value, mask))
+        return query.transpose(1, 2), None
+
+    def odd(*args: object, **kwargs: object) -> object:
+        return attention.attention_forward(*args, **{**kwargs, **argument})
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", sdpa)
+    monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION_NAME, odd)
+    cache = KvCache(manager, model)
+    ids, mask = left_padded([random_ids(3), random_ids(7)])
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache)
+    assert attended == []
+    for layer, (key, value, made) in zip(cache.layers, calls, strict=True):
+        assert torch.equal(key, layer.keys)
+        assert torch.equal(value, layer.values)
+        assert torch.equal(made[:, 0, -1], mask.bool())
 
 
 def test_training_goes_the_usual_way(attended):

@@ -24,6 +24,7 @@ from kvcache_cpu.handle import CpuKvCacheHandle
 from kvcache_cpu.heap import HeapMemory
 from kvcache_cpu.mapped import MappedMemory
 from kvcache_cpu.memory import Memory, Slot, SlotMemory
+from kvcache_cpu.native.kernel import MOST_NEW_TOKENS
 from kvcache_cpu.options import CpuOptions
 from kvcache_cpu.pages import mapping_fault
 from kvcache_cpu.views import StepPlan, StepViews
@@ -150,6 +151,10 @@ class CpuStorage(Storage):
                 for part, rows in zip(plan.parts, queries, strict=True)
             ]
         )
+
+    @override
+    def prefers_attend(self, num_new_tokens: int) -> bool:
+        return num_new_tokens <= MOST_NEW_TOKENS and any(self._kernels)
 
     def _value_dim(self, layer: int) -> int:
         return self._geometry.groups[self._places[layer][0]].value_head_dim
