@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from kvcache_core.bench.figures import Figure
-from kvcache_core.bench.run import suite_names
+from kvcache_core.bench.run import SUITES
 from kvcache_core.bench.session import Bench
 from kvcache_core.cli.app import app
 
@@ -35,7 +35,7 @@ def test_the_commands_have_the_options_and_suites_that_are_shown() -> None:
     for _, _, _, *arguments in shown:
         assert {argument for argument in arguments if argument.startswith("--")} <= options
         if "--only" in arguments:
-            assert set(arguments[arguments.index("--only") + 1].split(",")) <= set(suite_names())
+            assert set(arguments[arguments.index("--only") + 1].split(",")) <= set(SUITES)
 
 
 def test_the_files_and_targets_that_are_named_exist() -> None:

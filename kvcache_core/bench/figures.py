@@ -35,6 +35,9 @@ class Samples:
     def __mul__(self, factor: float) -> Samples:
         return Samples(tuple(value * factor for value in self.values))
 
+    def __sub__(self, other: Samples) -> Samples:
+        return Samples(tuple(mine - theirs for mine, theirs in zip(self.values, other.values, strict=True)))
+
     def __truediv__(self, other: Samples | float) -> Samples:
         """Divide round by round: cases of one round were disturbed alike."""
         if not isinstance(other, Samples):

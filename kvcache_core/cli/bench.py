@@ -42,7 +42,7 @@ def bench(
     and not compared. Needs pip install 'kvcache-core[bench]'.
     """
     _require_torch()
-    from kvcache_core.bench.run import run_suites, suite_names  # noqa: PLC0415 - only this command needs it
+    from kvcache_core.bench.run import SUITES, run_suites  # noqa: PLC0415 - only this command needs it
     from kvcache_core.bench.session import Bench  # noqa: PLC0415
     from kvcache_core.cli.waiting import Waiting  # noqa: PLC0415
 
@@ -59,7 +59,7 @@ def bench(
                 waiting.phase(f"measuring {what}", total=total)
             waiting.advance_to(done, "rounds")
 
-        report = run_suites(names or suite_names(), Bench(quick=quick, progress=show))
+        report = run_suites(names or SUITES, Bench(quick=quick, progress=show))
     written = _draw(report, plots)
     if as_json:
         print_json({**report.as_dict(), "quick": quick, "plots": [str(path) for path in written]})
