@@ -229,7 +229,7 @@ class Guards:
         if "float_mask" in self.disabled:
             return SdpaMask(None, is_causal=True) if causal and members == 1 else SdpaMask(visible)
         zero, hidden = visible.new_zeros((), dtype=dtype), visible.new_full((), -torch.inf, dtype=dtype)
-        mask = torch.where(visible, zero, hidden)
+        mask = torch.where(self.contiguous_operands(visible), zero, hidden)
         if batch > 1:
             mask = mask.expand(batch, num_kv_heads, -1, -1)
         return SdpaMask(self.contiguous_operands(mask))

@@ -45,8 +45,9 @@ class MetalKernel(AttentionKernel):
         plan: StepPlan = batch.plan
         pieces = plan.pieces(window, query.shape[1])
         out = [self._attend(piece, layer, query, scale, window) for piece in pieces.pieces]
-        together = out[0] if len(out) == 1 else torch.cat(out)
-        return together.index_select(0, pieces.order).to(query.dtype)
+        together = self._guards.contiguous_operands(out[0] if len(out) == 1 else torch.cat(out))
+        ordered = together[: batch.num_tokens] if pieces.order is None else together.index_select(0, pieces.order)
+        return ordered.to(query.dtype)
 
     @override
     def decode(self, tables: Tables, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:

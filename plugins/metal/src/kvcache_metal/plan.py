@@ -64,11 +64,12 @@ class Pieces:
 
     Attributes:
         pieces: The pieces.
-        order: For each packed row, its place in the pieces put together, int64 `[num_tokens]` on the device.
+        order: For each packed row, its place in the pieces put together, int64 `[num_tokens]` on the device; None where
+            that is its own number.
     """
 
     pieces: tuple[Piece, ...]
-    order: torch.Tensor
+    order: torch.Tensor | None
 
 
 class PieceMaker:
@@ -101,7 +102,9 @@ class PieceMaker:
                 made.append(self.prefill(segment, rows, window))
                 order.update((segment.row + row, end + number) for number, row in enumerate(rows))
                 end += made[-1].tokens
-        places = [order[row] for row in sorted(order)]
+        places = [order[row] for row in range(len(order))]
+        if places == list(range(len(places))):
+            return Pieces(tuple(made), None)
         return Pieces(tuple(made), self._upload(torch.tensor(places, dtype=torch.int64)))
 
     def one_by_one(self, piece: Piece, window: int | None) -> Iterator[Piece]:

@@ -8,6 +8,8 @@ import torch
 from typing_extensions import override
 
 from kvcache_core.paged import ShardedPool
+from kvcache_core.paged.pool import Upload
+from kvcache_core.paged.sharded import slots_of
 from kvcache_core.plugin import StorageSpec
 from kvcache_metal.guards import Guards
 
@@ -45,3 +47,13 @@ class MetalPool(ShardedPool):
     def put_rows(self, target: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
         if len(slots):
             target.index_put_((slots,), self._guards.contiguous_operands(rows))
+
+    @override
+    def gather(
+        self, layer: int, blocks: Sequence[int], num_tokens: int, upload: Upload
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # What is read beyond the tokens is the null block, so that the memory holds nothing else.
+        slots = torch.zeros(self._guards.bucketed_lengths(num_tokens), dtype=torch.int64)
+        slots[:num_tokens] = slots_of(blocks, self.block_size, 0, num_tokens)
+        key, value = self.take(layer, self.locate(slots, upload))
+        return key[:num_tokens], value[:num_tokens]
