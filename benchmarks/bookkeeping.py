@@ -109,7 +109,7 @@ def run_trace(prompts: Sequence[list[int]], block_size: int = BLOCK_SIZE) -> dic
 
 def _time(cache: KvCacheManager, prompts: Sequence[list[int]]) -> dict[str, float]:
     seconds = {"admit": 0.0, "decode": 0.0, "free": 0.0}
-    held = used = 0
+    held = used = 0.0
     for first in range(0, len(prompts), BATCH):
         handles: list[KvCacheHandle] = []
         for prompt in prompts[first : first + BATCH]:
@@ -124,9 +124,9 @@ def _time(cache: KvCacheManager, prompts: Sequence[list[int]]) -> dict[str, floa
             with cache.step({handle: [token] for handle in handles}) as step:
                 step.mark_written()
             seconds["decode"] += time.perf_counter() - start
-        stats = [handle.stats() for handle in handles]
-        held += sum(each.blocks_allocated for each in stats) * cache.block_size
-        used += sum(each.tokens_stored for each in stats)
+        stats = cache.stats()
+        held += stats.used_blocks
+        used += stats.used_blocks * stats.utilization
         start = time.perf_counter()
         for handle in handles:
             handle.free()

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
+from kvcache_core.demotion import DemotedBlocks
 from kvcache_core.prefix_index import PrefixIndex, PrefixNode
 from kvcache_core.sequence import CachedSequence, HandleState
+from kvcache_core.storage import Storage
 
-__all__ = ["audit_books", "audit_prefixes"]
+__all__ = ["audit_books", "audit_prefixes", "audit_tier"]
 
 
 def audit_books(
@@ -124,6 +126,22 @@ def audit_prefixes(
     for node in index:
         problems += [f"prefix block {node.name.hex()[:8]}: {problem}" for problem in _audit_node(node, held, index)]
     return problems
+
+
+def audit_tier(storage: Storage, sequences: Iterable[CachedSequence], demoted: DemotedBlocks) -> list[str]:
+    """Return a line if the host tier holds more or less than the books say.
+
+    Args:
+        storage: The memory, with its tier.
+        sequences: Every live sequence.
+        demoted: What was evicted to the tier.
+    """
+    size = storage.spec.block_size
+    swapped = sum(blocks_for(each.num_tokens, size) for each in sequences if each.state is HandleState.SWAPPED)
+    held = storage.tier_blocks - storage.tier_free_blocks
+    if not storage.tier_blocks or held == swapped + len(demoted):
+        return []
+    return [f"the host tier holds {held} blocks; {swapped} of swapped sequences and {len(demoted)} demoted are known"]
 
 
 def _held_nodes(sequence: CachedSequence) -> set[int]:

@@ -86,6 +86,11 @@ class PrefixCacheConfig(FrozenModel):
         default=True,
         description="Whether a prompt may reuse what requests with another request id have cached.",
     )
+    demote: Flag = Field(
+        default=False,
+        description="Whether evicted blocks go to the backend's host tier, as far as it has room, and come back when a "
+        "prompt finds them; needs a backend with such a tier.",
+    )
     namespace: str | None = Field(
         default=None,
         description="Identity of the model's weights, for caches that several models take turns with.",

@@ -12,7 +12,7 @@ from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.counts import check_count
-from kvcache_core.errors import HandleError, ShapeError, UnsupportedError
+from kvcache_core.errors import ConfigError, HandleError, ShapeError, UnsupportedError
 from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle
@@ -23,7 +23,7 @@ from kvcache_core.pressure import PressureCallback, PressureMonitor
 from kvcache_core.request import AllocationRequest, RequestRules
 from kvcache_core.sequence import CachedSequence, HandleState, unique_id
 from kvcache_core.sequence_store import SequenceStore
-from kvcache_core.stats import CacheGcStats, CacheManagerStats
+from kvcache_core.stats import CacheGcStats, CacheManagerStats, utilization
 from kvcache_core.step import Step, make_batch, require_named_once
 from kvcache_core.swapping import swap_in, swap_out
 
@@ -74,6 +74,12 @@ class KvCacheManager:
         self.storage = storage
         self.allow_dtype_cast = allow_dtype_cast
         prefix = prefix or PrefixCacheConfig(enabled=False)
+        if prefix.enabled and prefix.demote and not storage.tier_blocks:
+            raise ConfigError(
+                f"prefix.demote needs a host tier, and backend {backend!r} has none here; give it one by its options, "
+                "or leave prefix.demote off",
+                key="prefix.demote",
+            )
         policy = eviction_policy or EVICTION_POLICIES[prefix.eviction_policy]()
         self.store = SequenceStore(
             storage, PressureMonitor(pressure_thresholds), prefix, policy, EventQueue(self.manager_id)
@@ -383,6 +389,7 @@ class KvCacheManager:
                 storage_bytes=self.storage.nbytes,
                 active_caches=len(store.live),
                 tokens_stored=sum(sequence.num_tokens for sequence in store.live.values()),
+                utilization=utilization(store.live.values(), allocator),
                 total_blocks=allocator.total_block_count,
                 used_blocks=books.used_blocks,
                 cached_blocks=allocator.cached_block_count,
@@ -391,6 +398,12 @@ class KvCacheManager:
                 cached_prefixes=len(store.prefixes.retained),
                 hit_rate=store.prefixes.hit_rate,
                 evictions=store.prefixes.evictions,
+                tier_blocks=self.storage.tier_blocks,
+                tier_free_blocks=self.storage.tier_free_blocks,
+                demoted_blocks=len(store.prefixes.demoted),
+                demotions=store.prefixes.demoted.demotions,
+                promotions=store.prefixes.demoted.promotions,
+                demoted_evictions=store.prefixes.demoted.dropped,
                 allocations=store.allocations,
                 failures=books.failures,
                 pressure=store.pressure.level(books.used_blocks, allocator.total_block_count),

@@ -82,13 +82,17 @@ def open_cache(
         )
     )
     pressure = config.pressure
-    manager = KvCacheManager(
-        storage,
-        backend=selection.backend.name,
-        allow_dtype_cast=config.allow_dtype_cast,
-        pressure_thresholds=(pressure.medium, pressure.high, pressure.critical),
-        prefix=config.prefix,
-    )
+    try:
+        manager = KvCacheManager(
+            storage,
+            backend=selection.backend.name,
+            allow_dtype_cast=config.allow_dtype_cast,
+            pressure_thresholds=(pressure.medium, pressure.high, pressure.critical),
+            prefix=config.prefix,
+        )
+    except ConfigError:
+        storage.shutdown()
+        raise
     for observer in observers:
         manager.attach(observer)
     return manager

@@ -101,6 +101,7 @@ class PrefixExplanation:
 
     Attributes:
         num_tokens: Tokens that a handle allocated for this prompt now would start with.
+        demoted_tokens: Of these, tokens that wait in the host tier and would be copied back.
         reason: Why it is not more. `"hit"` when nothing more could be: the last prompt token is always left to
             compute, and only whole blocks are found. `"busy"` when the sequence that holds more of it, in memory that
             cannot be shared meanwhile, has an open step.
@@ -110,5 +111,6 @@ class PrefixExplanation:
 
     num_tokens: int
     reason: MissReason
+    demoted_tokens: int = 0
     diverged_at: int | None = None
     message: str

@@ -6,13 +6,14 @@ import itertools
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcache_core.books import Books
 from kvcache_core.config import PrefixCacheConfig
+from kvcache_core.demotion import DemotedBlock, DemotedBlocks
 from kvcache_core.eviction import CacheEvictionPolicy, EvictionCandidate
 from kvcache_core.observing import EventQueue
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
@@ -31,14 +32,16 @@ class PrefixHit:
     """The longest cached prefix of a prompt.
 
     Attributes:
-        home: A sequence that holds all of it.
-        tip: Its last block.
-        num_tokens: Its length.
+        home: A sequence that holds all of it that is on the device, or None if nothing is.
+        tip: The last block of that, or None.
+        num_tokens: Its tokens on the device.
+        demoted: The blocks that follow, and wait in the host tier.
     """
 
-    home: CachedSequence
-    tip: PrefixNode
+    home: CachedSequence | None
+    tip: PrefixNode | None
     num_tokens: int
+    demoted: Sequence[DemotedBlock] = ()
 
 
 class PrefixCache:
@@ -53,7 +56,8 @@ class PrefixCache:
         retained: Sequences that are kept though no handle refers to them, by cache id, least recently used first.
         looked_up: Prompt tokens that were looked up so far.
         found: Prompt tokens that were found so far.
-        evictions: Cached blocks dropped so far to make room.
+        evictions: Cached blocks that have left the device so far to make room.
+        demoted: Those of them that the host tier holds.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class PrefixCache:
         self.found = 0
         self.evictions = 0
         self.index = PrefixIndex(books.block_size)
+        self.demoted = DemotedBlocks(storage)
         self._books = books
         self._storage = storage
         self._paged = storage.placement == "paged"
@@ -116,13 +121,27 @@ class PrefixCache:
             return None
         size = self._books.block_size
         least = max(1, self.settings.min_prefix_length)
-        node = self.index.find(key, token_ids, self._most_blocks(token_ids))
+        most = self._most_blocks(token_ids)
+        node = self.index.find(key, token_ids, most)
+        depth = 0 if node is None else node.depth
+        demoted = self._find_demoted(key, node, token_ids, most)
+        if demoted and (depth + len(demoted)) * size >= least:
+            return PrefixHit(None if node is None else node.home, node, depth * size, demoted)
         while node is not None and node.depth * size >= least:
             home = self._forkable(node, max_tokens)
             if home is not None:
                 return PrefixHit(home, node, node.depth * size)
             node = node.parent
         return None
+
+    def _find_demoted(
+        self, key: PrefixKey, node: PrefixNode | None, token_ids: array[int], most: int
+    ) -> Sequence[DemotedBlock]:
+        """What of a prompt waits in the host tier, from the block after `node` on; paged memory only."""
+        if not self.demoted:
+            return ()
+        node = node or PrefixNode.root(key)
+        return self.demoted.find(node.name, token_ids, node.depth, most)
 
     def _forkable(self, node: PrefixNode, max_tokens: int) -> CachedSequence | None:
         """A sequence that holds the block and whose memory a longer one can share now."""
@@ -137,9 +156,9 @@ class PrefixCache:
         if not self.enabled:
             return
         if hit is not None:
-            if hit.home.is_kept:
+            if hit.home is not None and hit.home.is_kept:
                 self._use(hit.home)
-            self.found += hit.num_tokens
+            self.found += hit.num_tokens + len(hit.demoted) * self._books.block_size
         self.looked_up += num_tokens
 
     def explain(
@@ -155,12 +174,17 @@ class PrefixCache:
             message = f"{length} tokens hold no full block of {size} besides the last token"
             return PrefixExplanation(num_tokens=0, reason="shorter-than-a-block", message=message)
         blocks, reason, diverged_at = self.index.explain(key, token_ids, most, across_salts=across_salts)
+        demoted = self._find_demoted(key, self.index.find(key, token_ids, blocks), token_ids, most)
+        if demoted:
+            blocks, diverged_at = blocks + len(demoted), None
+            reason = "hit" if blocks == most else self.index.why_nothing_follows(demoted[-1].name, token_ids, blocks)
         cached = blocks * size
         if 0 < cached < minimum:
             message = f"{cached} tokens are cached, fewer than min_prefix_length={minimum}"
             return PrefixExplanation(num_tokens=0, reason="below-minimum", message=message)
         hit = self.find(key, token_ids, max_tokens)
-        found = hit.num_tokens if hit is not None else 0
+        waiting = len(demoted) * size
+        found = hit.num_tokens + waiting if hit is not None else 0
         if found < cached:
             message = f"{cached} tokens are cached, but only {found} can be shared while steps over them are open"
             return PrefixExplanation(num_tokens=found, reason="busy", message=message)
@@ -171,11 +195,25 @@ class PrefixCache:
             "salt-differs": "the same tokens are cached under another salt, adapter or namespace",
             "never-stored": f"the block at token {found} was never stored",
         }
-        message = f"{found} of {length} tokens are cached; {why[reason]}"
-        return PrefixExplanation(num_tokens=found, reason=reason, diverged_at=diverged_at, message=message)
+        where = f", {waiting} of them in the host tier" if waiting else ""
+        message = f"{found} of {length} tokens are cached{where}; {why[reason]}"
+        return PrefixExplanation(
+            num_tokens=found, demoted_tokens=waiting, reason=reason, diverged_at=diverged_at, message=message
+        )
 
     def _most_blocks(self, token_ids: array[int]) -> int:
         return max(0, len(token_ids) - 1) // self._books.block_size
+
+    def bring_back(self, sequence: CachedSequence, demoted: Sequence[DemotedBlock], token_ids: array[int]) -> None:
+        """Fill the blocks after a new sequence's tokens with claimed ones of the host tier, and find them there again.
+
+        If the storage raises, they are still claimed and nothing has changed.
+        """
+        first = sequence.num_tokens // self._books.block_size
+        self.demoted.promote(demoted, sequence.blocks[first : first + len(demoted)])
+        sequence.num_tokens += len(demoted) * self._books.block_size
+        sequence.token_ids = token_ids[: sequence.num_tokens]
+        self.publish(sequence)
 
     # -- keeping -----------------------------------------------------------------------------------------
 
@@ -284,8 +322,9 @@ class PrefixCache:
         if keep == len(sequence.blocks):
             self._use(sequence)  # live sequences hold all of it, so it is in use right now
             return
+        self._demote(sequence, keep)  # first, since it may raise
         if keep:
-            self._storage.truncate(sequence.slot, keep * self._books.block_size)  # first, since it may raise
+            self._storage.truncate(sequence.slot, keep * self._books.block_size)  # which may raise too
             self.forget(sequence, keep)
         tip = sequence.tip
         if not keep or tip is None or any(held.is_kept and held is not sequence for held in tip.holders()):
@@ -300,10 +339,25 @@ class PrefixCache:
         """Drop one kept sequence whole."""
         free = self._books.allocator.free_block_count
         oldest = next(iter(self.retained.values()))
-        self._drop(
-            self._next_victim() or oldest, "limit"
-        )  # where the policy spares everything, the limit holds all the same
+        victim = self._next_victim() or oldest  # where the policy spares everything, the limit holds all the same
+        self._demote(victim, 0)
+        self._drop(victim, "limit")
         self.evictions += self._books.allocator.free_block_count - free
+
+    def _demote(self, sequence: CachedSequence, keep: int) -> None:
+        """Copy the blocks from `keep` on, which a kept sequence will lose, to the host tier, if that is wanted."""
+        if not self.settings.demote:
+            return
+        lost = []
+        node = sequence.tip
+        while node is not None and node.depth > keep:
+            block = sequence.blocks[node.depth - 1]
+            if not self._books.is_shared(block):
+                lost.append((node, block))
+            node = node.parent
+        if lost:
+            nodes, blocks = zip(*reversed(lost), strict=True)
+            self.demoted.add(nodes, blocks)
 
     def expire(self) -> None:
         """Drop what was not used for longer than the time to live."""
@@ -311,6 +365,7 @@ class PrefixCache:
         if ttl is None:
             return
         oldest = time.time() - ttl
+        self.demoted.expire(oldest)
         while self.retained:
             kept = next(iter(self.retained.values()))
             if kept.last_access >= oldest:
@@ -328,12 +383,13 @@ class PrefixCache:
         Returns:
             How many blocks could be found before.
         """
-        dropped = len(self.index)
+        dropped = len(self.index) + len(self.demoted)
         self.index.clear()
         for sequence in (*self._live.values(), *self.retained.values()):
             sequence.tip = sequence.prefix_key = None
             sequence.deduplicated = 0
         with ExitStack() as stack:  # all of them, even if the storage raises
+            stack.callback(self.demoted.clear)
             for sequence in self.retained.values():
                 stack.callback(self._drop, sequence, "cleared")
         return dropped

@@ -18,7 +18,12 @@ from kvcache_core.prefix import MissReason, PrefixKey
 if TYPE_CHECKING:
     from kvcache_core.sequence import CachedSequence
 
-__all__ = ["PrefixIndex", "PrefixNode"]
+__all__ = ["PrefixIndex", "PrefixNode", "name_after"]
+
+
+def name_after(name: bytes, tokens: bytes) -> bytes:
+    """The name of the block with these tokens after the block of this name."""
+    return sha256(name + tokens).digest()
 
 
 class PrefixNode:
@@ -76,7 +81,7 @@ class PrefixNode:
 
     def name_of_child(self, tokens: bytes) -> bytes:
         """The name of the block with these tokens below this one."""
-        return sha256(self.name + tokens).digest()
+        return name_after(self.name, tokens)
 
     def ancestor(self, depth: int) -> PrefixNode | None:
         """The block of this depth, or this one if it is not that deep; None where `depth` is 0."""
@@ -151,7 +156,7 @@ class PrefixIndex:
         if found == max_blocks:
             return found, "hit", None
         block = token_ids[found * size : (found + 1) * size]
-        if node.name_of_child(block.tobytes()) in self._dropped:
+        if self.why_nothing_follows(node.name, token_ids, found) == "evicted":
             return found, "evicted", None
         if found == 0 and across_salts and any(block.tobytes() in root.children for root in self._roots.values()):
             return found, "salt-differs", None
@@ -159,6 +164,11 @@ class PrefixIndex:
         if node.children and common:
             return found, "diverged", common
         return found, "never-stored", None
+
+    def why_nothing_follows(self, name: bytes, token_ids: array[int], found: int) -> MissReason:
+        """Say whether the block after the first `found` ones, the last of which has this name, was ever stored."""
+        block = token_ids[found * self.block_size : (found + 1) * self.block_size]
+        return "evicted" if name_after(name, block.tobytes()) in self._dropped else "never-stored"
 
     # -- entering and leaving ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_core.allocator import BlockAllocator
-from kvcache_core.audit import audit_books, audit_prefixes
+from kvcache_core.audit import audit_books, audit_prefixes, audit_tier
 from kvcache_core.block_table import blocks_for
 from kvcache_core.books import Books
 from kvcache_core.config import PrefixCacheConfig
@@ -175,7 +175,8 @@ class SequenceStore:
             self.expire_prefixes()
             found = self._explained_lookup(sequence, token_ids)
             hit = self.prefixes.find(prefix_key, token_ids, max_tokens)
-            if hit is None:
+            demoted = () if hit is None else hit.demoted
+            if hit is None or hit.home is None or hit.tip is None:
                 sequence.capacity = self.prefixes.capacity(max_tokens)
                 sequence.slot = self.storage.open(sequence.capacity)
             else:
@@ -184,6 +185,7 @@ class SequenceStore:
                 sequence.deduplicated = hit.tip.depth
                 self.prefixes.index.hold(sequence, hit.tip)
             self._enter(sequence)  # before room is made: the eviction has to see what it holds
+            self.prefixes.demoted.claim(demoted)  # likewise: room in the host tier is made for what is evicted
             purpose = f"for a sequence of {num_tokens} tokens"
             try:
                 self.books.require(self._missing_blocks(sequence, num_tokens), purpose=purpose)
@@ -191,7 +193,10 @@ class SequenceStore:
                 if found is not None:
                     self._note_lookup(sequence, len(token_ids), found)
                 self._make_room(sequence, num_tokens, purpose)
+                if demoted:
+                    self.prefixes.bring_back(sequence, demoted, token_ids)
             except BaseException:
+                self.prefixes.demoted.give_back(demoted)
                 self._retract(sequence)
                 raise
             if "allocated" in self.events.wanted:
@@ -523,6 +528,7 @@ class SequenceStore:
             return (
                 *audit_books(self.books.allocator, self.live.values(), retained),
                 *audit_prefixes(self.prefixes.index, self.live.values(), retained),
+                *audit_tier(self.storage, self.live.values(), self.prefixes.demoted),
                 *self.storage.audit(),
             )
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-__all__ = ["CacheGcStats", "CacheHandleStats", "CacheManagerStats", "MemoryPressure"]
+if TYPE_CHECKING:
+    from kvcache_core.allocator import BlockAllocator
+    from kvcache_core.sequence import CachedSequence
+
+__all__ = ["CacheGcStats", "CacheHandleStats", "CacheManagerStats", "MemoryPressure", "utilization"]
 
 
 class MemoryPressure(Enum):
@@ -51,6 +57,8 @@ class CacheManagerStats:
         storage_bytes: Bytes of device memory the storage holds at the moment, as it reports them.
         active_caches: Live sequences.
         tokens_stored: Committed tokens of all live sequences, shared ones counted for each.
+        utilization: Share of the token slots in `used_blocks` that hold a committed token, each slot counted once; the
+            rest is waste: reserved room, and the ends of last blocks. 0.0 without used blocks.
         total_blocks: Blocks of the budget; the sum of the next four.
         used_blocks: Blocks that sequences name.
         cached_blocks: Blocks kept for reuse that no live sequence names; they can be evicted.
@@ -58,7 +66,13 @@ class CacheManagerStats:
         free_blocks: Blocks that are free.
         cached_prefixes: Finished sequences kept for reuse.
         hit_rate: Share of the looked-up prompt tokens that were found cached; 0.0 before the first look-up.
-        evictions: Cached blocks dropped to make room, so far.
+        evictions: Cached blocks that had to leave the device to make room, so far.
+        tier_blocks: Blocks of the backend's host tier; 0 without one.
+        tier_free_blocks: Of these, blocks that nothing lies in.
+        demoted_blocks: Of these, blocks of evicted prefixes, which prompts can find.
+        demotions: Evicted blocks that went to the host tier instead of being dropped, so far.
+        promotions: Blocks that came back from there because a prompt found them, so far.
+        demoted_evictions: Blocks that were dropped from there, for room or by age, so far.
         allocations: Sequences allocated or forked, so far.
         failures: Operations refused for want of room, so far.
         pressure: Share of the budget in use, as a level.
@@ -69,6 +83,7 @@ class CacheManagerStats:
     storage_bytes: int
     active_caches: int
     tokens_stored: int
+    utilization: float
     total_blocks: int
     used_blocks: int
     cached_blocks: int
@@ -77,6 +92,12 @@ class CacheManagerStats:
     cached_prefixes: int
     hit_rate: float
     evictions: int
+    tier_blocks: int
+    tier_free_blocks: int
+    demoted_blocks: int
+    demotions: int
+    promotions: int
+    demoted_evictions: int
     allocations: int
     failures: int
     pressure: MemoryPressure
@@ -93,3 +114,21 @@ class CacheGcStats:
 
     freed_bytes: int
     freed_caches: int
+
+
+def utilization(sequences: Collection[CachedSequence], allocator: BlockAllocator) -> float:
+    """Share of the token slots in the blocks of live sequences that hold a committed token; 0.0 without blocks."""
+    size, used_blocks = allocator.block_size, allocator.used_block_count
+    if not used_blocks:
+        return 0.0
+    unfilled: dict[int, int] = {}  # rows without a token in each block that some sequence does not fill
+    for sequence in sequences:
+        full = sequence.num_tokens // size
+        for index, block in enumerate(sequence.blocks[full:], start=full):
+            empty = min(size, (index + 1) * size - sequence.num_tokens)
+            unfilled[block] = min(empty, unfilled.get(block, size))
+    shared = {block for block in unfilled if allocator.references(block) > 1}
+    for sequence in sequences if shared else ():
+        for block in shared.intersection(sequence.blocks[: sequence.num_tokens // size]):
+            unfilled.pop(block, None)  # another sequence fills it
+    return 1 - sum(unfilled.values()) / (used_blocks * size)

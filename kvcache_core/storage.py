@@ -307,6 +307,31 @@ class Storage(ABC):
         """Free the place of a ticket in the tier."""
         raise UnsupportedError("this backend cannot swap", capability="swap")
 
+    def demote(self, blocks: Sequence[int]) -> list[Any]:
+        """Copy whole blocks of a paged storage to the other tier and return a ticket for each, in order.
+
+        Core releases the blocks right afterwards, as with `swap_out`; it calls this only where `tier_free_blocks` says
+        that there is room. `drop_swapped` takes these tickets too. If it raises, nothing has changed.
+        """
+        raise UnsupportedError("this backend cannot swap", capability="swap")
+
+    def promote(self, tickets: Sequence[Any], blocks: Sequence[int]) -> None:
+        """Copy what lies behind tickets of `demote` to as many blocks, and free its places in the tier.
+
+        What is then read from the blocks must not overtake the copy. If it raises, all tickets stay valid.
+        """
+        raise UnsupportedError("this backend cannot swap", capability="swap")
+
+    @property
+    def tier_blocks(self) -> int:
+        """Blocks that the other tier has; 0 where there is none."""
+        return 0
+
+    @property
+    def tier_free_blocks(self) -> int:
+        """Of these, blocks that nothing lies in."""
+        return 0
+
     # -- the whole ---------------------------------------------------------------------------------------
 
     @property

@@ -18,6 +18,7 @@ def swap_out(store: SequenceStore, sequence: CachedSequence) -> None:
     with store.locked():
         store.require_changeable(sequence, "swap out")
         used = blocks_for(sequence.num_tokens, store.books.block_size)
+        store.prefixes.demoted.make_room(used)
         sequence.swapped = store.storage.swap_out(sequence.slot, sequence.blocks[:used], sequence.num_tokens)
         sequence.state = HandleState.SWAPPED
         sequence.version += 1

@@ -27,8 +27,7 @@ from tests.storages.paged import PagedStorage
 
 MakeCache = Callable[..., KvCacheManager]
 
-# Rows of the faults in this area that do not apply, and why:
-# - sglang#37160, a salt that the lower tier drops: there is no lower tier; the salt is part of every key there is.
+# sglang#37160, a salt that the lower tier drops, is tested with the one backend that has a lower tier.
 
 
 @pytest.fixture(params=STORAGES)

@@ -125,3 +125,29 @@ def test_numbers_that_were_handed_out_never_change(cache: KvCacheManager) -> Non
 def test_numbers_cross_a_process_boundary(cache: KvCacheManager) -> None:
     for stats in (filled(cache, 6).stats(), cache.stats(), cache.gc()):
         assert pickle.loads(pickle.dumps(stats)) == stats
+
+
+def test_utilization_counts_each_token_slot_once(cache: KvCacheManager) -> None:
+    assert cache.stats().utilization == 0.0
+    one = filled(cache, 6)
+    assert cache.stats().utilization == 6 / 8
+    two = one.fork()
+    if cache.storage.placement == "paged":
+        assert cache.stats().utilization == 6 / 8
+        two.truncate(5)
+        assert cache.stats().utilization == 6 / 8  # the last block holds six tokens of the first
+        grow(one, 2)
+        assert cache.stats().utilization == (8 + 1) / 12  # a copy of its own, and one row left in the other's
+    one.free()
+    two.free()
+    cache.allocate(num_tokens=16)
+    assert cache.stats().utilization == 0.0
+
+
+def test_a_block_that_another_sequence_fills_is_no_waste(new_cache: NewCache) -> None:
+    cache = new_cache(PagedStorage)
+    one = filled(cache, 8)
+    two = one.fork()
+    two.truncate(5)
+    assert cache.stats().utilization == 1.0
+    assert two.stats().utilization == 5 / 8

@@ -212,6 +212,27 @@ class PagedStorage(Storage):
             self._tier().zero(ticket)
         self._tier().drop(ticket)
 
+    @override
+    def demote(self, blocks: Sequence[int]) -> list[SwapTicket]:
+        size = self.spec.block_size
+        ticket = self.swap_out(None, blocks, len(blocks) * size)
+        return [SwapTicket((place,), size) for place in ticket.blocks]
+
+    @override
+    def promote(self, tickets: Sequence[SwapTicket], blocks: Sequence[int]) -> None:
+        places = tuple(place for ticket in tickets for place in ticket.blocks)
+        self.swap_in(SwapTicket(places, len(places) * self.spec.block_size), blocks)
+
+    @property
+    @override
+    def tier_blocks(self) -> int:
+        return 0 if self.tier is None else self.tier.num_blocks
+
+    @property
+    @override
+    def tier_free_blocks(self) -> int:
+        return 0 if self.tier is None else self.tier.free_block_count
+
     def _tier(self) -> HostTier:
         if self.tier is None:
             raise UnsupportedError("this cache has no host tier to swap to; configure one", capability="swap")
