@@ -23,7 +23,7 @@
 #define MOST_ROWS 32  /* query rows of a unit */
 #define MOST_SLOTS 40 /* places for them in a tile of scores */
 #define MOST_TILE 64  /* keys of a tile */
-#define TILE_BYTES 16384
+#define TILE_BYTES 8192 /* of values: with the keys, and the next ones, they fit the smallest caches */
 #define GRAIN 16          /* units are cut at multiples of so many keys */
 #define TASKS_A_THREAD 4  /* so that a thread that is held up holds up the others but little */
 #define NS_A_THREAD 4000  /* estimated work that pays for waking one more thread */

@@ -3,6 +3,7 @@
 #define W 16
 #define V __m512
 #define SCORE_TOKENS(rows) 4
+#define IN_REGISTER(rows, row) 1
 
 FN V L(v_zero)(void) { return _mm512_setzero_ps(); }
 FN V L(v_set)(float x) { return _mm512_set1_ps(x); }
@@ -12,6 +13,10 @@ FN V L(v_add)(V a, V b) { return _mm512_add_ps(a, b); }
 FN V L(v_sub)(V a, V b) { return _mm512_sub_ps(a, b); }
 FN V L(v_mul)(V a, V b) { return _mm512_mul_ps(a, b); }
 FN V L(v_fma)(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+FN void L(v_gather)(V *sum, V a, V b) { *sum = _mm512_fmadd_ps(a, b, *sum); }
+FN void L(v_gather_from)(V *sum, V a, const float *b) { *sum = _mm512_fmadd_ps(a, _mm512_loadu_ps(b), *sum); }
+FN V L(v_keep)(const float *p) { return _mm512_loadu_ps(p); }
+FN V L(v_spread)(const float *p) { return _mm512_set1_ps(*p); }
 FN V L(v_max)(V a, V b) { return _mm512_max_ps(a, b); }
 FN V L(v_zero_below)(V x, V t, float limit)
 {
@@ -19,6 +24,10 @@ FN V L(v_zero_below)(V x, V t, float limit)
 }
 FN V L(v_power)(V t) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23)); }
 FN int L(v_differ)(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
+FN V L(v_halves)(V a, V b)
+{
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
+}
 FN V L(v_pairs)(V a, V b)
 {
     return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
@@ -51,6 +60,18 @@ FN void L(v_chunk)(int dtype, const char *p, V *a, V *b)
         *a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
         *b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p + 1));
     }
+}
+FN V L(v_first)(int dtype, const char *p)
+{
+    V a, b;
+    L(v_chunk)(dtype, p, &a, &b);
+    return a;
+}
+FN V L(v_second)(int dtype, const char *p)
+{
+    V a, b;
+    L(v_chunk)(dtype, p, &a, &b);
+    return b;
 }
 FN void L(v_part)(int dtype, const char *p, int count, V *a, V *b)
 {

@@ -43,35 +43,40 @@ FN void L(score_four)(const int dtype, const int rows, const piece *x, const flo
             for (int r = 0; r < rows; r++)
                 sum[r][t] = L(v_zero)();
         }
-        for (int64_t c = 0; c < whole + (rest != 0); c++) {
-            const float *qc = q + c * 2 * W;
-            const int64_t offset = c * 2 * W * SIZE_OF(dtype);
-            V a[4], b[4];
-            if (c < whole) {
+        const float *at = q;
+        int64_t offset = 0;
+        for (int64_t c = 0; c < whole; c++, at += 2 * W, offset += 2 * W * SIZE_OF(dtype)) {
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
+                V qs[MOST];
 #pragma GCC unroll 4
-                for (int t = 0; t < step; t++)
-                    L(v_chunk)(dtype, key[first + t] + offset, &a[t], &b[t]);
-            } else {
-#pragma GCC unroll 4
-                for (int t = 0; t < step; t++)
-                    L(v_part)(dtype, key[first + t] + offset, rest, &a[t], &b[t]);
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                const V qa = L(v_load)(qc + r * x->dim_padded);
-#pragma GCC unroll 4
-                for (int t = 0; t < step; t++)
-                    sum[r][t] = L(v_fma)(a[t], qa, sum[r][t]);
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                const V qb = L(v_load)(qc + r * x->dim_padded + W);
+                for (int r = 0; r < rows; r++)
+                    if (IN_REGISTER(rows, r))
+                        qs[r] = L(v_keep)(at + r * x->dim_padded + part * W);
 #pragma GCC unroll 4
                 for (int t = 0; t < step; t++) {
-                    if (twice)
-                        more[t] = L(v_fma)(b[t], qb, more[t]);
-                    else
-                        sum[r][t] = L(v_fma)(b[t], qb, sum[r][t]);
+                    const char *p = key[first + t] + offset;
+                    const V k = part ? L(v_second)(dtype, p) : L(v_first)(dtype, p);
+#pragma GCC unroll 4
+                    for (int r = 0; r < rows; r++) {
+                        V *s = twice && part ? &more[t] : &sum[r][t];
+                        if (IN_REGISTER(rows, r))
+                            L(v_gather)(s, k, qs[r]);
+                        else
+                            L(v_gather_from)(s, k, at + r * x->dim_padded + part * W);
+                    }
+                }
+            }
+        }
+        if (rest) {
+#pragma GCC unroll 4
+            for (int t = 0; t < step; t++) {
+                V a, b;
+                L(v_part)(dtype, key[first + t] + offset, rest, &a, &b);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) {
+                    L(v_gather_from)(&sum[r][t], a, at + r * x->dim_padded);
+                    L(v_gather_from)(&sum[r][t], b, at + r * x->dim_padded + W);
                 }
             }
         }
@@ -82,9 +87,9 @@ FN void L(score_four)(const int dtype, const int rows, const piece *x, const flo
                 for (int t = 0; t < step; t++)
                     sum[r][t] = L(v_add)(sum[r][t], more[t]);
             }
-            half[r][first / 2] = L(v_pairs)(sum[r][0], sum[r][1]);
+            half[r][first / 2] = L(v_halves)(sum[r][0], sum[r][1]);
             if (step == 4)
-                half[r][1] = L(v_pairs)(sum[r][2], sum[r][3]);
+                half[r][1] = L(v_halves)(sum[r][2], sum[r][3]);
         }
     }
 #pragma GCC unroll 4
@@ -98,53 +103,65 @@ FN void L(score_four)(const int dtype, const int rows, const piece *x, const flo
 FN void L(score_tile)(const int dtype, const int rows, const piece *x, const float *q, int64_t first, int count,
                       float *out, int slots, int fetch)
 {
-    const int64_t last = first + count - 1, value_bytes = x->value_dim * SIZE_OF(dtype);
-    for (int t = 0; t < count; t += 4) {
+    const int64_t last = first + count - 1;
+    const int64_t bytes = fetch ? 4 * x->value_dim * SIZE_OF(dtype) : 0; /* of values to bring near, as if adjacent */
+    const char *value = x->value + first * x->value_token;
+    for (int t = 0; t < count; t += 4, value += bytes) {
         const char *key[4];
-        for (int i = 0; i < 4; i++) {
-            const int64_t row = first + t + i < last ? first + t + i : last;
-            key[i] = x->key + row * x->key_token;
-            if (fetch) {
-                const char *value = x->value + row * x->value_token;
-                for (int64_t at = 0; at < value_bytes; at += 64)
-                    __builtin_prefetch(value + at);
-            }
-        }
+        for (int i = 0; i < 4; i++)
+            key[i] = x->key + (first + t + i < last ? first + t + i : last) * x->key_token;
+        for (int64_t at = 0; at < bytes; at += 64)
+            __builtin_prefetch(value + at);
         L(score_four)(dtype, rows, x, q, key, out + (int64_t)t * slots);
     }
 }
 
-/* Adds the weighed values of a tile to `chunks` chunks of the sums of `rows` rows. */
-FN void L(weigh_chunks)(const int dtype, const int rows, const int chunks, const piece *x, const char *value, int part,
-                        int count, const float *weight, int slots, float *sums, const char *fetch)
+/* Adds one weighed value to `chunks` chunks of the sums of `rows` rows. */
+FN void L(weigh_one)(const int dtype, const int rows, const int chunks, const char *value, const int part,
+                     const float *weight, V sum[4][8])
 {
-    V sum[4][2 * 4];
+#pragma GCC unroll 4
+    for (int c = 0; c < chunks; c++) {
+        V a, b;
+        if (part)
+            L(v_part)(dtype, value, part, &a, &b);
+        else
+            L(v_chunk)(dtype, value + c * 2 * W * SIZE_OF(dtype), &a, &b);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            const V p = L(v_spread)(weight + r * 4);
+            L(v_gather)(&sum[r][2 * c], p, a);
+            L(v_gather)(&sum[r][2 * c + 1], p, b);
+        }
+    }
+}
+
+/* Adds the weighed values of a tile to `chunks` chunks of the sums of `rows` rows. */
+FN void L(weigh_chunks)(const int dtype, const int rows, const int chunks, const piece *x, const char *value,
+                        const int part, int count, const float *weight, int slots, float *sums, const char *fetch)
+{
+    V sum[4][8];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 8
         for (int c = 0; c < 2 * chunks; c++)
             sum[r][c] = L(v_load)(sums + r * x->value_padded + c * W);
     }
-    for (int t = 0; t < count; t++) {
-        const float *w = weight + (int64_t)(t >> 2) * slots * 4 + (t & 3);
-        if (fetch)
-            __builtin_prefetch(fetch + t * x->key_token);
+    const int64_t step = x->value_token;
+    const int lines = 4 * chunks * 2 * W * SIZE_OF(dtype) / 64; /* as much as is read meanwhile */
+    int left = count;
+    for (; left >= 4; left -= 4, weight += slots * 4, fetch += lines * 64) {
 #pragma GCC unroll 4
-        for (int c = 0; c < chunks; c++) {
-            V a, b;
-            if (part)
-                L(v_part)(dtype, value, part, &a, &b);
-            else
-                L(v_chunk)(dtype, value + c * 2 * W * SIZE_OF(dtype), &a, &b);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                const V p = L(v_set)(w[r * 4]);
-                sum[r][2 * c] = L(v_fma)(p, a, sum[r][2 * c]);
-                sum[r][2 * c + 1] = L(v_fma)(p, b, sum[r][2 * c + 1]);
-            }
+        for (int t = 0; t < 4; t++) {
+#pragma GCC unroll 8
+            for (int line = t * lines / 4; line < (t + 1) * lines / 4; line++)
+                __builtin_prefetch(fetch + line * 64);
+            L(weigh_one)(dtype, rows, chunks, value, part, weight + t, sum);
+            value += step;
         }
-        value += x->value_token;
     }
+    for (; left > 0; left--, weight++, value += step)
+        L(weigh_one)(dtype, rows, chunks, value, part, weight, sum);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 8
@@ -160,10 +177,9 @@ FN void L(weigh_tile)(const int dtype, const int rows, const piece *x, int64_t f
     const int64_t whole = x->value_dim / (2 * W), size = 2 * W * SIZE_OF(dtype);
     const int rest = (int)(x->value_dim % (2 * W));
     const char *value = x->value + first * x->value_token;
-    const char *key = next < 0 ? NULL : x->key + next * x->key_token;
-    const int64_t key_bytes = x->dim * SIZE_OF(dtype);
+    const char *key = x->key + next * x->key_token; /* brought near meanwhile, as if rows were adjacent */
     int64_t c = 0;
-#define FETCH (key != NULL && c * size < key_bytes ? key + c * size : NULL)
+#define FETCH (key + c * size * count)
     for (; c + together <= whole; c += together)
         L(weigh_chunks)(dtype, rows, together, x, value + c * size, 0, count, weight, slots, sums + c * 2 * W, FETCH);
     for (; together > 1 && c < whole; c++)
@@ -261,7 +277,7 @@ FN void L(meet)(const int dtype, const piece *x, int row, int rows, int64_t firs
         for (int b = 0; b < blocks; b++) {
             const int here = rows - b * block < block ? rows - b * block : block;
             float *sums = x->sums + (row + b * block) * x->value_padded;
-            const int64_t next = b == 0 && stop - at >= 2 * x->tile ? at + x->tile : -1;
+            const int64_t next = stop - at >= 2 * x->tile ? at + x->tile : at;
             BY_ROWS(here, L(weigh_tile)(dtype, ROWS, x, at, count, scores + b * room * 4, slots, sums, next))
         }
     }
@@ -293,6 +309,7 @@ static const level_kernel L(kernel) = {W, {L(meet_f32), L(meet_bf16), L(meet_f16
 #undef W
 #undef V
 #undef SCORE_TOKENS
+#undef IN_REGISTER
 #undef L
 #undef FN
 #undef TARGET

@@ -5,7 +5,8 @@ typedef float L(vec) __attribute__((vector_size(32)));
 typedef uint32_t L(bits) __attribute__((vector_size(32)));
 typedef int32_t L(mask) __attribute__((vector_size(32)));
 #define V L(vec)
-#define SCORE_TOKENS(rows) ((rows) > 3 ? 2 : 4)
+#define SCORE_TOKENS(rows) ((rows) > 3 ? 2 : 4) /* keys whose scores are summed at once */
+#define IN_REGISTER(rows, row) 1                /* whether a row of the query is kept in a register meanwhile */
 
 FN V L(v_zero)(void) { return (V){0}; }
 FN V L(v_set)(float x) { return (V){x, x, x, x, x, x, x, x}; }
@@ -20,6 +21,10 @@ FN V L(v_add)(V a, V b) { return a + b; }
 FN V L(v_sub)(V a, V b) { return a - b; }
 FN V L(v_mul)(V a, V b) { return a * b; }
 FN V L(v_fma)(V a, V b, V c) { return a * b + c; }
+FN void L(v_gather)(V *sum, V a, V b) { *sum = a * b + *sum; }
+FN void L(v_gather_from)(V *sum, V a, const float *b) { *sum = a * L(v_load)(b) + *sum; }
+FN V L(v_keep)(const float *p) { return L(v_load)(p); }
+FN V L(v_spread)(const float *p) { return L(v_set)(*p); }
 FN V L(v_pick)(L(mask) m, V a, V b) { return (V)(((L(mask))a & m) | ((L(mask))b & ~m)); }
 /* The larger; b where either is NaN, as the instruction of x86 does. */
 FN V L(v_max)(V a, V b) { return L(v_pick)(a > b, a, b); }
@@ -34,6 +39,12 @@ FN int L(v_differ)(V a, V b)
     for (int i = 0; i < W; i++)
         all &= m[i];
     return all == 0;
+}
+/* Sums of every other one, within each four floats: those of a, then those of b. */
+FN V L(v_halves)(V a, V b)
+{
+    return (V){a[0] + a[2], a[1] + a[3], b[0] + b[2], b[1] + b[3],
+               a[4] + a[6], a[5] + a[7], b[4] + b[6], b[5] + b[7]};
 }
 /* Sums of neighbours, within each four floats: those of a, then those of b. */
 FN V L(v_pairs)(V a, V b)
@@ -80,6 +91,18 @@ FN void L(v_chunk)(int dtype, const char *p, V *a, V *b)
         *a = L(v_half)(p);
         *b = L(v_half)(p + 2 * W);
     }
+}
+FN V L(v_first)(int dtype, const char *p)
+{
+    V a, b;
+    L(v_chunk)(dtype, p, &a, &b);
+    return a;
+}
+FN V L(v_second)(int dtype, const char *p)
+{
+    V a, b;
+    L(v_chunk)(dtype, p, &a, &b);
+    return b;
 }
 /* The first `count` elements of a chunk, a multiple of 8, and zeros. */
 FN void L(v_part)(int dtype, const char *p, int count, V *a, V *b)
