@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from kvcache_core.errors import CacheFullError, ShapeError
 from kvcache_core.geometry import CacheGeometry
+from kvcache_cpu.native.kernel import MOST_NEW_TOKENS
 from plugins.cpu.tests.driver import MIXED, Driver, MakeDriver, Rows, Sequence, assert_same_bits
 
 ONE = CacheGeometry.uniform(1, 2, 16)
@@ -166,6 +167,13 @@ def test_gathered_tensors_are_views_of_the_rows_that_a_step_writes(mapped_driver
     after = driver.storage.gather(sequence.slot, (), 104, 0)[0]
     assert driver.storage.dense_is_view
     assert before.data_ptr() == after.data_ptr()
+
+
+def test_callers_are_advised_to_let_it_attend_where_its_kernel_would(driver: Driver) -> None:
+    native = driver.storage.attention_kind == "native"
+    assert driver.storage.prefers_attend(1) is native
+    assert driver.storage.prefers_attend(MOST_NEW_TOKENS) is native
+    assert not driver.storage.prefers_attend(MOST_NEW_TOKENS + 1)
 
 
 def test_a_closed_sequence_is_forgotten(driver: Driver) -> None:
