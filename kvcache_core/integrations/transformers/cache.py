@@ -76,8 +76,8 @@ class KvCache(Cache):  # type: ignore[misc]
         if isinstance(source, KvCacheHandle):
             max_sequence_length = source.max_tokens
         opener = Opener(manager, model, max_sequence_length=max_sequence_length, adapter=adapter, salt=salt)
-        handle = source if isinstance(source, KvCacheHandle) else opener.open()
-        self._adopt([Row(handle)], opener, lease)
+        rows = [Row(source)] if isinstance(source, KvCacheHandle) else None
+        self._adopt(PassWriter(manager, opener.open, rows), opener, lease)
         if model is not None:
             self.pass_writer.special = special_tokens(model)
             self.pass_writer.decoder = weakref.ref(decoder_of(model))
@@ -97,8 +97,8 @@ class KvCache(Cache):  # type: ignore[misc]
         """
         return cls(config_for_model(model, config, overrides), model)
 
-    def _adopt(self, rows: list[Row], opener: Opener, lease: Lease | None) -> None:
-        self.pass_writer = PassWriter(rows)
+    def _adopt(self, writer: PassWriter, opener: Opener, lease: Lease | None) -> None:
+        self.pass_writer = writer
         self._opener = opener
         self._identity = opener.refresh()
         self._finalizer = weakref.finalize(self, self.pass_writer.close)
@@ -173,15 +173,16 @@ class KvCache(Cache):  # type: ignore[misc]
         """
         writer, opener = self.pass_writer, self._opener
         prompts = read_prompts(input_ids, attention_mask)
-        require_length(writer.rows[0].handle, max(len(prompt.token_ids) for prompt in prompts), max_new_tokens)
+        require_length(
+            self.manager, self.get_max_length(), max(len(each.token_ids) for each in prompts), max_new_tokens
+        )
         writer.roll_back()
         identity = opener.refresh()
         if identity != self._identity or not self._geometry.prefix_reusable:
-            fresh = Row(opener.open())
-            writer.replace_rows([row.cut(0) for row in writer.rows])  # so that they are not kept for others
-            writer.replace_rows([fresh])
+            forget(writer.rows_so_far)
+            writer.replace_rows([])
             self._identity = identity
-        writer.replace_rows(fitting_rows(writer.rows, prompts, opener))
+        writer.replace_rows(fitting_rows(writer.rows_so_far, prompts, opener))
         return sum(row.num_tokens for row in writer.rows)
 
     def fork(self) -> KvCache:
@@ -189,9 +190,10 @@ class KvCache(Cache):  # type: ignore[misc]
         writer = self.pass_writer
         writer.roll_back()
         copy = type(self).__new__(type(self))
-        copy._adopt(forked(writer.rows), self._opener, self._lease)
+        copied = PassWriter(writer.manager, self._opener.open, forked(writer.rows))
+        copied.special, copied.decoder = writer.special, writer.decoder
+        copy._adopt(copied, self._opener, self._lease)
         copy._identity = self._identity
-        copy.pass_writer.special, copy.pass_writer.decoder = writer.special, writer.decoder
         return copy
 
     def __copy__(self) -> KvCache:
@@ -236,7 +238,8 @@ class KvCache(Cache):  # type: ignore[misc]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens a sequence may ever hold."""
-        return min(handle.max_tokens for handle in self.handles)
+        longest = self._opener.max_tokens
+        return min([longest, *(row.handle.max_tokens for row in self.pass_writer.rows_so_far)])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Length and offset of the K that a pass of `query_length` columns attends over."""

@@ -7,19 +7,21 @@ pass begins with the first layer and ends with the last, and all its columns are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType
 
 import torch
 
-from kvcache_core.errors import ShapeError, StepError, UnsupportedError
+from kvcache_core.errors import HandleError, ShapeError, StepError, UnsupportedError
+from kvcache_core.handle import KvCacheHandle
 from kvcache_core.integrations.transformers.dense import KeyValue, as_model_reads, joined, padded
 from kvcache_core.integrations.transformers.open_step import OpenStep
 from kvcache_core.integrations.transformers.pass_plan import PassPlan, SpecialTokens, plan_pass
 from kvcache_core.integrations.transformers.pending import known_mask
 from kvcache_core.integrations.transformers.rows import Row, drop, num_columns
+from kvcache_core.manager import KvCacheManager
 
 __all__ = ["PassWriter", "not_supported"]
 
@@ -48,20 +50,42 @@ class _ForwardPass:
 class PassWriter:
     """Writes the forward passes over the rows of one cache, all layers and rows of a pass or none.
 
+    Args:
+        manager: The cache that the rows are part of.
+        open_sequence: Opens the first row when it is first asked for.
+        rows: The rows, if there are some already.
+
     Attributes:
-        rows: The rows, as the last finished pass left them.
-        manager: The cache that they are part of.
+        manager: The cache that the rows are part of.
         special: How to know finished rows.
         decoder: The model that they are of, if that is known; what any other computes stays without ids.
     """
 
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
+    def __init__(
+        self, manager: KvCacheManager, open_sequence: Callable[[], KvCacheHandle], rows: list[Row] | None = None
+    ) -> None:
+        self.manager = manager
         self.special = SpecialTokens()
         self.decoder: ReferenceType[torch.nn.Module] | None = None
-        self.manager = rows[0].handle.manager
-        self._caching_layers = frozenset(self.manager.geometry.caching_layers)
+        self._open_sequence = open_sequence
+        self._rows = rows or []
+        self._closed = False
+        self._caching_layers = frozenset(manager.geometry.caching_layers)
         self._pass = _ForwardPass()
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, as the last finished pass left them; at least one."""
+        if not self._rows:
+            if self._closed:
+                raise HandleError("this cache was freed; make another", reason="freed")
+            self._rows = [Row(self._open_sequence())]
+        return self._rows
+
+    @property
+    def rows_so_far(self) -> list[Row]:
+        """The rows, or none if none was asked for yet."""
+        return self._rows
 
     @property
     def num_columns(self) -> int:
@@ -150,12 +174,13 @@ class PassWriter:
 
     def close(self) -> None:
         """Forget an unfinished pass and free the handles."""
+        self._closed = True
         self.roll_back()
-        drop(self.rows)
+        drop(self._rows)
 
     def replace_rows(self, rows: list[Row]) -> None:
         """Hold these rows from now on; former ones that are not among them are freed."""
-        former, self.rows = self.rows, rows
+        former, self._rows = self._rows, rows
         drop(former, keep=rows)
 
     def _commit(self) -> None:

@@ -75,7 +75,7 @@ class KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Tokens a sequence may ever hold."""
-        return min(row.handle.max_tokens for row in self._writer.rows)
+        return self._writer.rows[0].handle.max_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the K that the next `update` with `query_length` tokens will return."""

@@ -65,6 +65,11 @@ class Opener:
         """Whether prompts find what others have stored at all."""
         return self._manager.store.prefixes.enabled
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens a sequence may ever hold."""
+        return self._fields["max_sequence_length"] or self._manager.max_sequence_length
+
     def open(self, prompt: Sequence[int] = ()) -> KvCacheHandle:
         """Open a sequence, which starts with what is cached of `prompt`.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcache_core.block_table import blocks_for
 from kvcache_core.errors import CacheFullError, ShapeError
-from kvcache_core.handle import KvCacheHandle
+from kvcache_core.manager import KvCacheManager
 from kvcache_core.request import token_array
 
 __all__ = ["Prompt", "common_prefix", "read_prompts", "require_length"]
@@ -80,9 +80,8 @@ def common_prefix(first: array[int], second: array[int]) -> int:
     return low
 
 
-def require_length(handle: KvCacheHandle, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raise CacheFullError unless the sequence may hold the prompt and what is generated after it."""
-    longest = handle.max_tokens
+def require_length(manager: KvCacheManager, longest: int, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raise CacheFullError unless a sequence of `longest` tokens holds the prompt and what is generated after it."""
     wanted = prompt_tokens + max(max_new_tokens, 1) - 1  # the last token is never fed back, so never cached
     if wanted <= longest:
         return
@@ -91,6 +90,6 @@ def require_length(handle: KvCacheHandle, prompt_tokens: int, max_new_tokens: in
     raise CacheFullError(
         f"the prompt has {prompt_tokens} tokens and the sequence may hold {longest}: {advice}, or raise "
         "max_sequence_length and the budget",
-        needed=blocks_for(wanted, handle.manager.block_size),
-        free=handle.manager.stats().free_blocks,
+        needed=blocks_for(wanted, manager.block_size),
+        free=manager.stats().free_blocks,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache_core.errors import CacheFullError
@@ -47,18 +47,21 @@ def fitting_rows(rows: Sequence[Row], prompts: Sequence[Prompt], opener: Opener)
     if opener.finds:
         sources = [_better(source, prompt, opener) for source, prompt in zip(own, prompts, strict=True)]
         try:
-            return _take(rows, prompts, sources, opener)
+            return _take(rows, prompts, sources, lambda prompt: opener.open(prompt.token_ids))
         except CacheFullError:
             pass  # what the rows have of their own needs no room
-    return _take(rows, prompts, own, opener)
+    return _take(rows, prompts, own, lambda prompt: opener.open())
 
 
 def _best_row(known: Sequence[array[int]], prompt: Prompt, number: int) -> _Source:
     """The row that has most of a prompt; of several the one in its place, or else the first."""
-    first = number if number < len(known) else 0
-    order = [first, *(row for row in range(len(known)) if row != first)]
-    best = max(order, key=lambda row: common_prefix(known[row], prompt.token_ids))
-    return _Source(best, min(common_prefix(known[best], prompt.token_ids), len(prompt.token_ids) - 1))
+    most = len(prompt.token_ids) - 1
+    best = _Source(None, 0)
+    for row, token_ids in enumerate(known):
+        kept = min(common_prefix(token_ids, prompt.token_ids), most)
+        if best.row is None or (kept, row == number) > (best.num_tokens, best.row == number):
+            best = _Source(row, kept)
+    return best
 
 
 def _better(own: _Source, prompt: Prompt, opener: Opener) -> _Source:
@@ -66,7 +69,12 @@ def _better(own: _Source, prompt: Prompt, opener: Opener) -> _Source:
     return own if own.num_tokens and found <= own.num_tokens else _Source(None, found)
 
 
-def _take(rows: Sequence[Row], prompts: Sequence[Prompt], sources: Sequence[_Source], opener: Opener) -> list[Row]:
+def _take(
+    rows: Sequence[Row],
+    prompts: Sequence[Prompt],
+    sources: Sequence[_Source],
+    open_for: Callable[[Prompt], KvCacheHandle],
+) -> list[Row]:
     columns = min(prompt.pads + source.num_tokens for prompt, source in zip(prompts, sources, strict=True))
     taken: list[Row] = []
     moved: set[int] = set()
@@ -74,7 +82,7 @@ def _take(rows: Sequence[Row], prompts: Sequence[Prompt], sources: Sequence[_Sou
         for prompt, source in zip(prompts, sources, strict=True):
             kept = max(0, columns - prompt.pads)
             if source.row is None:
-                handle = opener.open(prompt.token_ids)
+                handle = open_for(prompt)
             else:
                 handle = rows[source.row].handle
                 if source.row in moved or _can_be_found(handle, kept):
@@ -84,7 +92,8 @@ def _take(rows: Sequence[Row], prompts: Sequence[Prompt], sources: Sequence[_Sou
             pads = min(prompt.pads, columns)
             taken.append(Row(handle, (Gap(0, pads),) if pads else ()))
         for row, prompt in zip(taken, prompts, strict=True):
-            row.handle.truncate(min(row.num_tokens, max(0, columns - prompt.pads)))
+            if row.num_tokens > (kept := max(0, columns - prompt.pads)):
+                row.handle.truncate(kept)
     except BaseException:
         drop(taken, keep=rows)
         raise
