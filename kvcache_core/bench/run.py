@@ -17,6 +17,7 @@ __all__ = ["SUITES", "BenchReport", "run_suites"]
 #: Name of a suite -> its module in `kvcache_core.bench.suites`.
 SUITES = {
     "append": "append",
+    "attend": "attend",
     "fork": "fork",
     "generate": "generate",
     "import": "startup",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from kvcache_core.errors import CacheFullError, ShapeError
+from kvcache_core.errors import CacheFullError, ShapeError, UnsupportedError
 from kvcache_core.host_memory import host_memory
 from kvcache_core.plugin import (
     Batch,
@@ -155,6 +155,18 @@ class CpuStorage(Storage):
     @override
     def prefers_attend(self, num_new_tokens: int) -> bool:
         return num_new_tokens <= MOST_NEW_TOKENS and any(self._kernels)
+
+    def read(self, batch: Batch, layer: int) -> None:
+        """Read what `attend` would and do nothing with it, to know what the memory allows.
+
+        Raises:
+            UnsupportedError: The compiled kernel does not serve this layer.
+        """
+        group, index = self._places[layer]
+        kernel = self._kernels[group]
+        if kernel is None:
+            raise UnsupportedError("only the compiled kernel can do nothing but read", capability="read")
+        kernel.read(batch.plan.table(group), index)
 
     def _value_dim(self, layer: int) -> int:
         return self._geometry.groups[self._places[layer][0]].value_head_dim

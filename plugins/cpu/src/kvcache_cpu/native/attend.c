@@ -506,3 +506,69 @@ int kvcache_attend(const kvcache_group *group, const kvcache_sequence *sequences
     free(j.units);
     return 0;
 }
+
+/* -- reading, to measure against -------------------------------------------------------------------------------- */
+
+typedef struct {
+    const kvcache_group *group;
+    const kvcache_sequence *sequences;
+    int64_t num_sequences, layer, bytes, num_tasks;
+    int64_t next; /* atomic */
+    uint64_t seen;
+} reading;
+
+/* Reads `length` bytes, whatever they are. */
+static uint64_t read_run(const char *p, int64_t length)
+{
+    typedef uint64_t lump __attribute__((vector_size(32)));
+    lump seen[4] = {{0}};
+    for (; length >= (int64_t)sizeof seen; length -= (int64_t)sizeof seen, p += sizeof seen) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            lump x;
+            memcpy(&x, p + i * sizeof x, sizeof x);
+            seen[i] |= x;
+        }
+    }
+    const lump all = seen[0] | seen[1] | seen[2] | seen[3];
+    return all[0] | all[1] | all[2] | all[3];
+}
+
+static void read_parts(void *data)
+{
+    reading *r = data;
+    const kvcache_group *g = r->group;
+    uint64_t seen = 0;
+    int64_t task;
+    while ((task = __atomic_fetch_add(&r->next, 1, __ATOMIC_RELAXED)) < r->num_tasks) {
+        const int64_t start = r->bytes * task / r->num_tasks, end = r->bytes * (task + 1) / r->num_tasks;
+        int64_t at = 0; /* all runs form a line, of which this task reads a part */
+        for (int64_t i = 0; i < r->num_sequences; i++) {
+            const kvcache_sequence *s = &r->sequences[i];
+            for (int64_t run = 0; run < 2 * g->num_kv_heads; run++) {
+                const int64_t head = run / 2;
+                const char *p = run % 2 ? s->value + r->layer * s->value_layer + head * s->value_head
+                                        : s->key + r->layer * s->key_layer + head * s->key_head;
+                const int64_t size = s->length * (run % 2 ? s->value_token : s->key_token);
+                const int64_t first = max64(start - at, 0), stop = min64(end - at, size);
+                if (first < stop)
+                    seen |= read_run(p + first, stop - first);
+                at += size;
+            }
+        }
+    }
+    __atomic_fetch_or(&r->seen, seen, __ATOMIC_RELAXED);
+}
+
+void kvcache_read(const kvcache_group *group, const kvcache_sequence *sequences, int64_t num_sequences, int64_t layer,
+                  int threads)
+{
+    reading r = {.group = group, .sequences = sequences, .num_sequences = num_sequences, .layer = layer};
+    for (int64_t i = 0; i < num_sequences; i++)
+        r.bytes += group->num_kv_heads * sequences[i].length * (sequences[i].key_token + sequences[i].value_token);
+    r.num_tasks = (int64_t)threads * TASKS_A_THREAD;
+    if (openmp == NULL || forked || threads <= 1)
+        read_parts(&r);
+    else
+        openmp(read_parts, &r, (unsigned)threads, 0);
+}

@@ -65,4 +65,9 @@ KVCACHE_API int kvcache_attend(const kvcache_group *group, const kvcache_sequenc
                                int64_t num_heads, int query_dtype, void *out, double scale, int64_t window,
                                int threads);
 
+/* Read the same keys and values, whose rows must be adjacent, and do nothing with them: what attention is measured
+ * against. */
+KVCACHE_API void kvcache_read(const kvcache_group *group, const kvcache_sequence *sequences, int64_t num_sequences,
+                              int64_t layer, int threads);
+
 #endif

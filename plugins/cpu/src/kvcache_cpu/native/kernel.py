@@ -145,6 +145,10 @@ class NativeKernel:
             raise MemoryError("no memory for the intermediate results of attention; use shorter batches")
         return out
 
+    def read(self, table: RowsTable, layer: int) -> None:
+        """Read what `attend` would, and do nothing with it: the time that this takes is the limit."""
+        library().kvcache_read(self._group, table.address, table.size, layer, torch.get_num_threads())
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -76,6 +76,8 @@ def library() -> ctypes.CDLL:
             _INT64,
             _INT,
         ]
+        loaded.kvcache_read.restype = None
+        loaded.kvcache_read.argtypes = [_ADDRESS, _ADDRESS, _INT64, _INT64, _INT]
     except (OSError, AttributeError) as error:
         raise NativeLibraryError(f"the kernel's library cannot be loaded: {error}") from error
     return loaded
