@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvcache_core.geometry import CacheGeometry, LayerGroup, LayerSpec
     from kvcache_core.handle import KvCacheHandle
     from kvcache_core.manager import KvCacheManager
+    from kvcache_core.multi_device import MultiDeviceManager, open_caches
     from kvcache_core.opening import open_cache
     from kvcache_core.prefix import PrefixExplanation
     from kvcache_core.request import AllocationRequest
@@ -69,6 +70,7 @@ __all__ = [
     "LayerGroup",
     "LayerSpec",
     "MemoryPressure",
+    "MultiDeviceManager",
     "MutableBlockTable",
     "NoBackendAvailableError",
     "OptionsError",
@@ -82,6 +84,7 @@ __all__ = [
     "UnsupportedError",
     "WouldCopy",
     "open_cache",
+    "open_caches",
 ]
 
 #: Where each public name lives. It is imported when it is first asked for, so that a program pays for what it uses.
@@ -113,6 +116,7 @@ _HOMES = {
     "LayerGroup": "geometry",
     "LayerSpec": "geometry",
     "MemoryPressure": "stats",
+    "MultiDeviceManager": "multi_device",
     "MutableBlockTable": "block_table",
     "NoBackendAvailableError": "errors",
     "OptionsError": "errors",
@@ -126,6 +130,7 @@ _HOMES = {
     "UnsupportedError": "errors",
     "WouldCopy": "errors",
     "open_cache": "opening",
+    "open_caches": "multi_device",
 }
 
 

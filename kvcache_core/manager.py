@@ -253,6 +253,19 @@ class KvCacheManager:
         self.store.catch_up()
         return handle
 
+    def adopt(self, other: CachedSequence) -> KvCacheHandle:
+        """Open a sequence with the name, key and room of one that another cache holds; for core.
+
+        Raises:
+            CacheFullError: There is no room for it; nothing changes.
+            HandleError: Its request id belongs to a live sequence here.
+        """
+        most = min(other.max_tokens, self.max_sequence_length)
+        opened = self.store.open(
+            other.request_id, other.token_ids[:], other.num_tokens, most, other.priority, other.prefix_key
+        )
+        return self.handle_to(opened)
+
     # -- steps -------------------------------------------------------------------------------------------
 
     def begin(self, new_tokens: Mapping[KvCacheHandle, NewTokens]) -> Step:

@@ -359,6 +359,14 @@ class SequenceStore:
             self.require_freeable(sequence, "deallocate")
             self._free(sequence, "freed")
 
+    def free_unchanged(self, sequence: CachedSequence, version: int) -> None:
+        """Free a sequence that has been copied, unless it has changed since it had this version."""
+        with self.locked():
+            self.require_changeable(sequence, "move")
+            if sequence.version != version:
+                raise HandleError(f"{sequence.request_id!r} changed while it was copied; try again", reason="stale")
+            self._free(sequence, "freed")
+
     def find(self, request_id: str) -> CachedSequence:
         """Return the live sequence of this name, or raise HandleError."""
         sequence = self.live.get(request_id) if isinstance(request_id, str) else None

@@ -21,8 +21,10 @@ from kvcache_core import (
     KvCacheHandle,
     KvCacheManager,
     MemoryPressure,
+    MultiDeviceManager,
     MutableBlockTable,
     ShapeError,
+    UnsupportedError,
 )
 from kvcache_core.plugin import Storage
 from tests.caches import STORAGES, NewCache, assert_holds, filled, grow, raising, rows
@@ -246,6 +248,43 @@ def test_set_pressure_callback(handle: KvCacheHandle) -> None:
     hog.free()
     assert levels == [MemoryPressure.HIGH, MemoryPressure.LOW]
     assert [level.name for level in MemoryPressure] == ["LOW", "MEDIUM", "HIGH", "CRITICAL"]
+
+
+# -- several devices -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def devices(new_cache: NewCache) -> MultiDeviceManager:
+    """16 blocks of 4 tokens on each of two pools of the CPU, which stand for two devices."""
+    return MultiDeviceManager({f"cpu:{number}": new_cache(STORAGES[0]) for number in range(2)})
+
+
+def test_supported_devices_and_set_device_preference(devices: MultiDeviceManager) -> None:
+    assert devices.supported_devices == ("cpu:0", "cpu:1")
+    devices.set_device_preference(["cpu:1"])
+    assert devices.get_cache_device(devices.allocate()) == "cpu:1"
+
+
+def test_move_cache_and_get_cache_device(devices: MultiDeviceManager) -> None:
+    handle = filled(devices.manager("cpu:0"), 6)
+    assert devices.get_cache_device(handle) == "cpu:0"
+    moved = devices.move_cache(handle, "cpu:1")
+    assert devices.get_cache_device(moved) == "cpu:1"
+    assert_holds(moved, a=6)
+    assert not handle.is_valid
+
+
+def test_rebalance_devices_and_device_stats(devices: MultiDeviceManager) -> None:
+    for _ in range(4):
+        filled(devices.manager("cpu:0"), 6)
+    assert [stats.used_blocks for stats in devices.device_stats().values()] == [8, 0]
+    assert len(devices.rebalance_devices()) == 2
+    assert [stats.used_blocks for stats in devices.device_stats().values()] == [4, 4]
+
+
+def test_defragment_refuses_since_there_is_nothing_to_compact(cache: KvCacheManager) -> None:
+    with raising(UnsupportedError, "block memory cannot fragment"):
+        cache.block_allocator.defragment()
 
 
 # -- the configuration ---------------------------------------------------------------------------------------
