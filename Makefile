@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 
-.PHONY: help demo test test-fast lint format bench bench-peers bench-smoke clean
+.PHONY: help demo test test-fast test-metal lint format bench bench-peers bench-smoke clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -24,6 +24,10 @@ demo: $(STAMP)  ## Two chat turns, four continuations, another conversation and 
 
 test: $(STAMP)  ## Every test
 	$(BIN)/python -m pytest
+
+test-metal: $(STAMP)  ## On a Mac: the Metal backend on its GPU (docs/metal.md says what to expect)
+	$(BIN)/python -m plugins.metal.tests.still_needed
+	$(BIN)/python -m pytest plugins/metal/tests
 
 test-fast: $(STAMP)  ## The tests without the slow ones
 	$(BIN)/python -m pytest -m 'not slow'

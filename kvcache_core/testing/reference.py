@@ -28,7 +28,7 @@ def reference_attention(
         `[T, num_heads, value_head_dim]`, float64. A key or value that a query does not see has no influence on its
         row, whatever it holds; one that it sees and that is NaN makes the row NaN.
     """
-    query, key, value = (tensor.detach().double().cpu() for tensor in (query, key, value))
+    query, key, value = (tensor.detach().cpu().double() for tensor in (query, key, value))
     num_new, num_heads, _ = query.shape
     length, num_kv_heads, value_dim = value.shape
     group = num_heads // num_kv_heads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,12 @@ from kvcache_core.testing import reference_attention
 from kvcache_metal.options import MetalOptions
 from kvcache_metal.storage import MetalStorage
 from plugins.metal.tests.stand_in import StandIn, on_stand_in
+
+#: Whether what runs on a Mac's GPU runs on the CPU instead, to see that it would run.
+DRY_RUN = bool(os.environ.get("METAL_CHECK_DRY_RUN"))
+#: The GPU of a Mac, and the options of a cache there.
+DEVICE = "cpu" if DRY_RUN else "mps:0"
+OPTIONS: dict[str, Any] = {"device": "cpu"} if DRY_RUN else {}
 
 GEOMETRY = CacheGeometry.uniform(2, 2, 64)
 
@@ -40,8 +48,10 @@ def open_on(stand_in: StandIn, options: dict[str, Any] | None = None, **changes:
 
 def open_on_mps(options: dict[str, Any] | None = None, **changes: Any) -> KvCacheManager:
     """Open a cache on the GPU of this Mac."""
-    changes |= {"device": "mps:0", "options": MetalOptions(**options or {})}
-    return KvCacheManager(MetalStorage(spec_of(**changes)))
+    storage = MetalStorage(
+        replace(spec_of(**changes), device=DEVICE, options=MetalOptions(**OPTIONS | (options or {})))
+    )
+    return KvCacheManager(storage)
 
 
 def random(

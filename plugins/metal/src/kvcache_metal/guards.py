@@ -26,8 +26,8 @@ class Report:
 
     Attributes:
         issue: The issue or pull request, such as `"pytorch#175191"`.
-        seen: In which torch (or macOS) it was reported.
-        mended: In which torch it is mended as far as the public record says, or an empty string.
+        seen: In which torch or macOS it was reported, or when, and of which operation.
+        mended: Since which torch it is mended, where the public record says so, or an empty string.
     """
 
     issue: str
@@ -105,10 +105,10 @@ class Guards:
 
     @_guard(
         "kernels address 32 bits: above 4 GiB or 2^31 elements they fail, read zeros or write elsewhere",
-        Report("pytorch#149325", "2.6 and newer; an open list of operations"),
+        Report("pytorch#149325", "an open list of operations"),
         Report("pytorch#143859", "2.5.1"),
         Report("pytorch#188756", "2.12", "2.14"),
-        Report("pytorch#182052", "2.12 nightly"),
+        Report("pytorch#182052", "a nightly of April 2026"),
         Report("pytorch#161265", "macOS 26"),
     )
     def bounded_tensors(self, dtype: torch.dtype, max_bytes: int) -> int | None:
@@ -119,11 +119,11 @@ class Guards:
 
     @_guard(
         "writes through a view that does not start its allocation go astray or are dropped",
-        Report("pytorch#94390", "1.13", "2.1"),
-        Report("pytorch#114692", "2.1.1", "2.2"),
+        Report("pytorch#94390", "early 2023"),
+        Report("pytorch#114692", "November 2023", "2.1.2"),
         Report("pytorch#122016", "2.2 on macOS 14.4"),
         Report("pytorch#183631", "2.12.0"),
-        Report("pytorch#193385", "2.13 on macOS 14", "2.14"),
+        Report("pytorch#193385", "macOS 14", "2.14"),
     )
     def whole_tensors(
         self, shapes: Sequence[tuple[int, ...]], allocate: Callable[[int], torch.Tensor]
@@ -140,7 +140,7 @@ class Guards:
 
     @_guard(
         "a copy to the GPU that does not block reads its source after that has been freed",
-        Report("pytorch#189690", "2.13"),
+        Report("pytorch#189690", "July 2026"),
         Report("pytorch#139550", "2.5.1"),
     )
     def blocking_uploads(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -151,11 +151,11 @@ class Guards:
 
     @_guard(
         "kernels read operands with gaps or in another order as if they had none",
-        Report("pytorch#175191", "2.10.0; scatter_"),
-        Report("pytorch#181133", "2.11; attention"),
+        Report("pytorch#175191", "2.10.0 and a nightly of 2.12; scatter_"),
+        Report("pytorch#181133", "April 2026; attention"),
         Report("pytorch#163597", "2.8.0; attention"),
-        Report("pytorch#183419", "2.11.0; isfinite writes outside its output"),
-        Report("pytorch#150967", "2.8; where"),
+        Report("pytorch#183419", "2.11.0; isfinite, which writes outside its output"),
+        Report("pytorch#150967", "a nightly of 2.8; where"),
     )
     def contiguous_operands(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an operand of an index operation, of attention or of a reduction without gaps."""
@@ -164,9 +164,9 @@ class Guards:
     @_guard(
         "the driver keeps buffers and a compiled graph for each new shape and gives none back",
         Report("pytorch#132596", "2.4.0"),
-        Report("pytorch#152550", "2.6"),
-        Report("pytorch#181213", "2.11"),
-        Report("YuE#187", "2.10.0; 68 to 82 GiB for 9,000 decoded tokens"),
+        Report("pytorch#152550", "May 2025"),
+        Report("pytorch#181213", "April 2026"),
+        Report("YuE#187", "2.10.0; 68 to 82 GiB after 9,000 decoded tokens"),
     )
     def bucketed_lengths(self, length: int) -> int:
         """Return the length that is computed with in place of `length`.
@@ -183,7 +183,7 @@ class Guards:
 
     @_guard(
         "attention with fewer kv heads than query heads ends the process or reads beyond K and V",
-        Report("pytorch#149132", "2.7 nightly", "2.7"),
+        Report("pytorch#149132", "a nightly of 2.7", "2.7"),
         Report("pytorch#174861", "2.10", "2.11"),
     )
     def folded_heads(self, query: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, int]:
@@ -206,11 +206,12 @@ class Guards:
 
     @_guard(
         "`is_causal` shows a query later tokens in half precision, and kernels misread boolean or broadcast masks",
-        Report("pytorch#195910", "2.10 and newer"),
+        Report("pytorch#195910", "September 2026"),
+        Report("YuE#176", "2.10.0; not in 2.14.0"),
         Report("pytorch#174861", "2.10", "2.11"),
-        Report("pytorch#182285", "2.11; boolean masks", "2.12"),
-        Report("pytorch#184180", "2.12; masks that are broadcast over heads"),
-        Report("pytorch#156707", "2.7; rows that see nothing", "2.9"),
+        Report("pytorch#182285", "May 2026; boolean masks", "2.12"),
+        Report("pytorch#184180", "May 2026; masks that are broadcast over heads"),
+        Report("pytorch#156707", "June 2025; rows that see nothing"),
     )
     def float_mask(
         self, visible: torch.Tensor, dtype: torch.dtype, *, num_kv_heads: int, members: int, causal: bool
@@ -236,7 +237,7 @@ class Guards:
 
     @_guard(
         "attention over V of another dim than K's returns rows of K's dim, with what lay in memory",
-        Report("pytorch#176767", "2.10", "2.12"),
+        Report("pytorch#176767", "March 2026", "2.12"),
     )
     def equal_head_dims(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pad query, key and value with zeros to one head dim, which changes neither scores nor the first columns."""

@@ -107,6 +107,10 @@ class PieceMaker:
             return Pieces(tuple(made), None)
         return Pieces(tuple(made), self._upload(torch.tensor(places, dtype=torch.int64)))
 
+    def locate(self, segment: Segment) -> RowPlaces:
+        """Find a sequence's tokens."""
+        return self._pool.locate_tokens(segment.blocks, segment.stop, self._upload)
+
     def one_by_one(self, piece: Piece, window: int | None) -> Iterator[Piece]:
         """Yield a piece for each of a sequence's queries, with no key but those that it sees."""
         assert piece.segment is not None  # noqa: S101 - only pieces of one sequence hide anything but padding
@@ -230,6 +234,7 @@ class StepPlan:
         self._segments = batch.segments
         self._maker = maker
         self._made: dict[tuple[int | None, int], Pieces] = {}
+        self._located: dict[int, RowPlaces] = {}
 
     def pieces(self, window: int | None, num_heads: int) -> Pieces:
         """The queries of the step, for a layer of this window and so many heads."""
@@ -237,3 +242,10 @@ class StepPlan:
         if made is None:
             made = self._made[window, num_heads] = self._maker.pieces(self._segments, window, num_heads)
         return made
+
+    def places(self, index: int) -> RowPlaces:
+        """Where the tokens of sequence `index` lie, see `MetalPool.locate_tokens`."""
+        located = self._located.get(index)
+        if located is None:
+            located = self._located[index] = self._maker.locate(self._segments[index])
+        return located

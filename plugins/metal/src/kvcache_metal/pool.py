@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from typing_extensions import override
 
-from kvcache_core.paged import ShardedPool
+from kvcache_core.paged import RowPlaces, ShardedPool
 from kvcache_core.paged.pool import Upload
 from kvcache_core.paged.sharded import slots_of
 from kvcache_core.plugin import StorageSpec
@@ -48,12 +48,21 @@ class MetalPool(ShardedPool):
         if len(slots):
             target.index_put_((slots,), self._guards.contiguous_operands(rows))
 
+    def locate_tokens(self, blocks: Sequence[int], num_tokens: int, upload: Upload) -> RowPlaces:
+        """Find the first tokens of a sequence, and rows of the null block up to a bucket's length."""
+        slots = torch.zeros(self._guards.bucketed_lengths(num_tokens), dtype=torch.int64)
+        slots[:num_tokens] = slots_of(blocks, self.block_size, 0, num_tokens)
+        return self.locate(slots, upload)
+
+    def take_tokens(self, layer: int, places: RowPlaces, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the tokens that were located; the memory holds nothing else."""
+        key, value = self.take(layer, places)
+        return key[:num_tokens], value[:num_tokens]
+
     @override
     def gather(
         self, layer: int, blocks: Sequence[int], num_tokens: int, upload: Upload
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # What is read beyond the tokens is the null block, so that the memory holds nothing else.
-        slots = torch.zeros(self._guards.bucketed_lengths(num_tokens), dtype=torch.int64)
-        slots[:num_tokens] = slots_of(blocks, self.block_size, 0, num_tokens)
-        key, value = self.take(layer, self.locate(slots, upload))
-        return key[:num_tokens], value[:num_tokens]
+        if num_tokens == 0:
+            return super().gather(layer, blocks, 0, upload)
+        return self.take_tokens(layer, self.locate_tokens(blocks, num_tokens, upload), num_tokens)

@@ -12,11 +12,12 @@ from kvcache_core.errors import ConfigError
 from kvcache_core.host_memory import host_memory
 from kvcache_core.paged import AttentionKernel, PagedStorage
 from kvcache_core.paged.host import lazy_zeros
-from kvcache_core.plugin import DeviceMemory, KvCacheHandle, StorageSpec
+from kvcache_core.plugin import Batch, DeviceMemory, KvCacheHandle, StorageSpec
 from kvcache_metal.guards import Guards
 from kvcache_metal.handle import MetalKvCacheHandle
 from kvcache_metal.kernel import MetalKernel
 from kvcache_metal.options import MetalOptions
+from kvcache_metal.plan import StepPlan
 from kvcache_metal.plugin import CAPABILITIES
 from kvcache_metal.pool import MetalPool
 
@@ -88,3 +89,11 @@ class MetalStorage(PagedStorage):
     @override
     def make_kernel(self) -> AttentionKernel:
         return MetalKernel(self.pool, self.upload, self.guards)
+
+    @override
+    def context(self, batch: Batch, index: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stop = batch.segments[index].stop
+        if stop == 0:
+            return super().context(batch, index, layer)
+        plan: StepPlan = batch.plan
+        return self.pool.take_tokens(layer, plan.places(index), stop)
