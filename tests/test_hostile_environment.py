@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_core.plugin import ENTRY_POINT_GROUP
+from tests.hostile import add_damage, add_deadly_plugins
 from tests.plugin_site import Site
 
 ROOT = Path(__file__).parents[1]
@@ -19,36 +19,24 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def hostile(site: Site) -> Site:
     """Damaged neighbours, and plugins that are broken in every way."""
-    site.distribution("", None, metadata=None, directory="-.dist-info")
-    site.distribution("half", None, metadata=None)
-    site.distribution("unrelated", "[console_scripts]\nno equals sign\n")
-    site.distribution("latin", b"[console_scripts]\ncaf\xe9 = y:z\n")
-    site.distribution("ghost", {"ghost": "ghost.plugin"}, directory="~host-1.0.dist-info")
-    site.distribution("nameless", {"nameless": "x.plugin"}, metadata="Version: 1\n")
-    site.distribution("bytes", f"[{ENTRY_POINT_GROUP}]\nx = x.y\n# ".encode() + b"\xff\n")
-    site.distribution("lines", f"[{ENTRY_POINT_GROUP}]\nwhat\nbad name = x.y\nattr = x.y:z\n")
-    site.distribution("missing", {"missing": "no_such_module.plugin"})
-    site.distribution("kvcache-good", {"good": "kvcache_good.plugin"}, path=site.add_path("earlier"), version="0.1")
-    site.plugin("good")
-    site.plugin("raising", before="raise OSError('undefined symbol')", priority=1000)
-    site.plugin("exiting", before="raise SystemExit(0)")
-    site.plugin("dying", probe="lambda request: __import__('os')._exit(3)", priority=-1000)
-    site.plugin("newer", interface="(9, 9)")
-    site.plugin("hookless")
-    site.module("kvcache_hookless.plugin", "pass")
-    site.plugin("probing", probe="lambda request: 1 / 0")
-    site.plugin("lacking", storage="from kvcache_core.plugin import Storage\nclass Store(Storage): pass")
-    site.plugin("shared", dist="first-kv")
-    site.plugin("shared", dist="second-kv")
+    add_damage(site)
     return site
 
 
-def kvcache(site: Site, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def deadly(hostile: Site) -> Site:
+    """The same, and plugins that take the process with them, or the name of the CPU backend."""
+    pytest.importorskip("kvcache_cpu.plugin")
+    add_deadly_plugins(hostile)
+    return hostile
+
+
+def kvcache(site: Site, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the command line, or a program given as the only argument, in a fresh interpreter."""
     program = arguments[0] if len(arguments) == 1 else "from kvcache_core.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, site.paths), str(ROOT)])},
+        env={**os.environ, **environ, "PYTHONPATH": os.pathsep.join([*map(str, site.paths), str(ROOT)])},
         check=False,
         capture_output=True,
         text=True,
@@ -60,7 +48,7 @@ def test_list_works(hostile: Site) -> None:
     result = kvcache(hostile, "list", "--json")
     assert result.returncode == 0, result.stderr
     names = {backend["name"] for backend in json.loads(result.stdout)["backends"]}
-    assert {"good", "raising", "exiting", "shared"} <= names
+    assert {"good", "edited", "zipped", "raising", "exiting", "shared"} <= names
     assert not {"ghost", "nameless", "x", "attr"} & names
 
 
@@ -72,6 +60,7 @@ def test_doctor_reports_all_of_it(hostile: Site) -> None:
     states = {backend["qualified"]: backend["state"] for backend in report["backends"]}
     expected = {
         "dying": "broken",
+        "edited": "available",
         "exiting": "broken",
         "good": "available",
         "hookless": "broken",
@@ -79,6 +68,7 @@ def test_doctor_reports_all_of_it(hostile: Site) -> None:
         "newer": "incompatible",
         "probing": "broken",
         "raising": "broken",
+        "zipped": "available",
     }
     assert {name: states[f"kvcache-{name}:{name}"] for name in expected} == expected
     assert states["missing:missing"] == "broken"
@@ -122,3 +112,78 @@ def test_auto_finds_its_way_and_names_each_broken_plugin_once(hostile: Site) -> 
     assert result.stdout == "good\n", result.stderr
     for name in ("raising", "exiting", "hookless", "missing"):
         assert result.stderr.count(f"BackendSkippedWarning: '{name}' ") == 1
+
+
+@pytest.mark.parametrize("name", ["edited", "zipped"])
+def test_an_editable_install_and_one_in_a_zip_file_are_chosen_like_any_other(name: str, hostile: Site) -> None:
+    program = (
+        "from kvcache_core.config import CacheConfig; from kvcache_core.selection import choose\n"
+        f"print(choose(CacheConfig(backend={name!r})).backend.label)"
+    )
+    assert kvcache(hostile, program).stdout == f"'{name}' (kvcache-{name} 1.0)\n"
+
+
+def test_a_broken_observer_that_nobody_names_is_never_imported(hostile: Site) -> None:
+    program = "import sys; from kvcache_core.registry import get_registry\nprint(*get_registry().observers())\n"
+    result = kvcache(hostile, program + "print('broken_observer' in sys.modules)")
+    assert "listener" in result.stdout
+    assert result.stdout.endswith("False\n")
+
+
+def test_p19_nothing_is_written_to_disk(hostile: Site, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    before = {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts}
+    for arguments in (("list",), ("show", "good")):
+        kvcache(hostile, *arguments, HOME=str(home), XDG_CACHE_HOME=str(home), TMPDIR=str(home))
+    assert {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_deadly_plugins_are_listed_like_others(deadly: Site) -> None:
+    result = kvcache(deadly, "list", "--json")
+    assert result.returncode == 0, result.stderr
+    states = {backend["qualified"]: backend["state"] for backend in json.loads(result.stdout)["backends"]}
+    assert states["kvcache-hanging:hanging"] == states["kvcache-leaving:leaving"] == "installed"
+    assert states["evil-cpu:cpu"] == states["kvcache-cpu:cpu"] == "ambiguous"
+
+
+@pytest.mark.slow
+def test_doctor_outlives_plugins_that_hang_or_end_the_process(deadly: Site) -> None:
+    result = kvcache(deadly, "doctor", "--json", "--timeout", "20")
+    assert result.returncode == 1, result.stderr
+    found = {backend["qualified"]: backend for backend in json.loads(result.stdout)["backends"]}
+    assert (found["kvcache-hanging:hanging"]["state"], found["kvcache-hanging:hanging"]["code"]) == (
+        "broken",
+        "timeout",
+    )
+    assert (found["kvcache-leaving:leaving"]["state"], found["kvcache-leaving:leaving"]["code"]) == (
+        "broken",
+        "crashed",
+    )
+    assert found["kvcache-edited:edited"]["editable"]
+    assert found["kvcache-zipped:zipped"]["state"] == "available"
+    assert found["kvcache-cpu:cpu"]["state"] == "available"
+    assert found["kvcache-cpu:cpu"]["ambiguous"]
+
+
+CHOOSE_CPU = (
+    "from kvcache_core.config import CacheConfig; from kvcache_core.selection import choose\n"
+    "print(choose(CacheConfig(backend={0!r}), load=False).backend.qualified)"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ"),
+    [("kvcache-cpu:cpu", {}), ("cpu", {"KVCACHE_DISABLE": "evil-cpu"})],
+    ids=["by its full name", "with the other hidden"],
+)
+def test_cpu_is_chosen_beside_a_claimant_of_its_name(asked: str, environ: dict[str, str], deadly: Site) -> None:
+    result = kvcache(deadly, CHOOSE_CPU.format(asked), **environ)
+    assert result.stdout == "kvcache-cpu:cpu\n", result.stderr
+
+
+def test_the_bare_name_is_refused_with_both_claimants_and_a_way_out(deadly: Site) -> None:
+    result = kvcache(deadly, CHOOSE_CPU.format("cpu"))
+    assert "AmbiguousBackendError: 2 installed distributions provide a backend named 'cpu'" in result.stderr
+    assert 'backend="kvcache-cpu:cpu"' in result.stderr
+    assert 'backend="evil-cpu:cpu"' in result.stderr

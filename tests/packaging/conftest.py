@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.environments import ROOT, Environment
+from tests.packaging.environments import PROJECTS, ROOT, Environment
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,31 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
         return built[project]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Builds the source distribution of a project folder, once."""
+    built: dict[Path, Path] = {}
+
+    def build(project: Path) -> Path:
+        if project not in built:
+            folder = tmp_path_factory.mktemp("sdist")
+            command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, project]
+            subprocess.run(command, check=True, capture_output=True)
+            (built[project],) = folder.glob("*.tar.gz")
+        return built[project]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def wheelhouse(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[Path], Path]) -> Path:
+    """A folder with the wheels of all our distributions."""
+    folder = tmp_path_factory.mktemp("wheelhouse")
+    for project in PROJECTS:
+        shutil.copy(wheel(project), folder)
+    return folder
 
 
 @pytest.fixture
