@@ -1,7 +1,7 @@
 """How long it takes to find the backends among many installed distributions, beside the standard library's look-up.
 
-Three backends hide among 500 and 2,000 distributions, of which one in three has console scripts; the files are warm. The
-peer is `importlib.metadata.entry_points`, which reads the same directories, and gives up when one of them is damaged.
+Three backends hide among 500 and 2,000 distributions, of which one in three has console scripts; the files are warm.
+The peer is `importlib.metadata.entry_points`, which reads the same directories, and gives up when one is damaged.
 """
 
 from __future__ import annotations
