@@ -7,9 +7,10 @@ Importing this package imports torch.
 from kvcache_core.paged.decode import StaticDecode
 from kvcache_core.paged.gathering import attend_decode, gather_rows
 from kvcache_core.paged.handle import PagedKvCacheHandle
+from kvcache_core.paged.host_tier import HostTier, SwapTicket
 from kvcache_core.paged.kernel import AttentionKernel
 from kvcache_core.paged.layout import PoolLayout, TensorLayout
-from kvcache_core.paged.pool import BlockPool, Pool
+from kvcache_core.paged.pool import BlockPool, Pool, Upload
 from kvcache_core.paged.reference import ReferenceKernel
 from kvcache_core.paged.sharded import RowPlaces, ShardedPool
 from kvcache_core.paged.storage import PagedStorage
@@ -18,6 +19,7 @@ from kvcache_core.paged.tables import Tables
 __all__ = [
     "AttentionKernel",
     "BlockPool",
+    "HostTier",
     "PagedKvCacheHandle",
     "PagedStorage",
     "Pool",
@@ -26,8 +28,10 @@ __all__ = [
     "RowPlaces",
     "ShardedPool",
     "StaticDecode",
+    "SwapTicket",
     "Tables",
     "TensorLayout",
+    "Upload",
     "attend_decode",
     "gather_rows",
 ]

@@ -27,9 +27,9 @@ reason, and then has to fail.
 
 The parts may be used one by one, each in a class of its own: `HandleConformance`, `TableConformance`,
 `AppendConformance`, `StepConformance`, `ForkConformance`, `TruncateConformance`, `AttentionConformance`,
-`PerturbationConformance`, `NumericsConformance`, `TensorConformance`, `ReuseConformance`, `ThreadConformance`,
-`FaultConformance` and `OracleConformance`. The last one tries random histories; give a subclass of it a larger
-`oracle_runs` to search longer.
+`PerturbationConformance`, `NumericsConformance`, `TensorConformance`, `ReuseConformance`, `SwapConformance`,
+`SharingConformance`, `ThreadConformance`, `FaultConformance` and `OracleConformance`. The last one tries random
+histories; give a subclass of it a larger `oracle_runs` to search longer.
 
 `reference_attention` is the attention that all others are judged by, and `FailingStorage` a storage that fails when it
 is told to.
@@ -66,7 +66,9 @@ from kvcache_core.testing.oracle import OracleConformance  # noqa: E402
 from kvcache_core.testing.perturbation import PerturbationConformance  # noqa: E402
 from kvcache_core.testing.reference import reference_attention  # noqa: E402
 from kvcache_core.testing.reuse import ReuseConformance  # noqa: E402
+from kvcache_core.testing.sharing import SharingConformance  # noqa: E402
 from kvcache_core.testing.step import StepConformance  # noqa: E402
+from kvcache_core.testing.swapping import SwapConformance  # noqa: E402
 from kvcache_core.testing.tables import TableConformance  # noqa: E402
 from kvcache_core.testing.tensors import TensorConformance  # noqa: E402
 from kvcache_core.testing.threads import ThreadConformance  # noqa: E402
@@ -87,7 +89,9 @@ __all__ = [
     "OracleConformance",
     "PerturbationConformance",
     "ReuseConformance",
+    "SharingConformance",
     "StepConformance",
+    "SwapConformance",
     "TableConformance",
     "TensorConformance",
     "ThreadConformance",

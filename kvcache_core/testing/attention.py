@@ -151,8 +151,11 @@ class AttentionConformance(Conformance):
                         self.write_random(step, seed=index)
                         rows.append(step.attend(0, self.random(count, 4, self.head_dim, seed=index)))
                 outputs.append(torch.cat(rows))
-        for other in outputs[1:]:
-            assert torch.equal(other, outputs[0])
+                _, value = step.gather(0, handle)
+        for other in outputs[2:]:
+            assert torch.equal(other, outputs[1])
+        # A kernel that sums block by block may round otherwise where blocks are larger.
+        self.assert_close(outputs[1], outputs[0].cpu().double(), value, what=f"blocks of {block_size}")
 
     def test_a_ragged_batch_attends_as_each_sequence_does_alone(self, dtype: str) -> None:
         size = self.block_size

@@ -11,7 +11,9 @@ from kvcache_core.testing.numerics import NumericsConformance
 from kvcache_core.testing.oracle import OracleConformance
 from kvcache_core.testing.perturbation import PerturbationConformance
 from kvcache_core.testing.reuse import ReuseConformance
+from kvcache_core.testing.sharing import SharingConformance
 from kvcache_core.testing.step import StepConformance
+from kvcache_core.testing.swapping import SwapConformance
 from kvcache_core.testing.tables import TableConformance
 from kvcache_core.testing.tensors import TensorConformance
 from kvcache_core.testing.threads import ThreadConformance
@@ -24,6 +26,8 @@ class BackendConformance(  # pytest runs the tests of the last base first
     OracleConformance,
     FaultConformance,
     ThreadConformance,
+    SharingConformance,
+    SwapConformance,
     ReuseConformance,
     TensorConformance,
     NumericsConformance,

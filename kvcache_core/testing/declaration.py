@@ -17,6 +17,30 @@ from kvcache_core.testing.rows import ROW_BITS
 
 __all__ = ["Declaration"]
 
+_KIT = __name__.rpartition(".")[0] + "."
+
+
+def _parts(cls: type) -> list[type]:
+    """The classes of the kit that a class is made of."""
+    return [part for part in cls.__mro__ if part.__module__.startswith(_KIT)]
+
+
+def _owner(cls: type, name: str) -> type:
+    """The class that a class has an attribute from."""
+    return next(part for part in cls.__mro__ if name in vars(part))
+
+
+def _require_every_test(cls: type) -> None:
+    """Raise unless a class has all tests of the parts of the kit it is made of, as they are there."""
+    parts = _parts(cls)
+    for part in parts:
+        for name in vars(part):
+            if name.startswith("test_") and _owner(cls, name) not in parts:
+                raise TypeError(
+                    f"{cls.__name__} replaces {name} of the conformance kit; "
+                    "if the backend fails it, name it in known_failures, with the reason"
+                )
+
 
 class Declaration:
     """What an author declares about a backend. Subclass a part of the kit (or all of it) and set these.
@@ -86,14 +110,7 @@ class Declaration:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith(__name__.rpartition(".")[0] + "."):
-            return
-        for name in vars(cls):
-            if name.startswith("test_") and any(hasattr(base, name) for base in cls.__bases__):
-                raise TypeError(
-                    f"{cls.__name__} replaces {name} of the conformance kit; "
-                    "if the backend fails it, name it in known_failures, with the reason"
-                )
+        _require_every_test(cls)
         for name, reason in cls.known_failures.items():
             if not hasattr(cls, name):
                 raise TypeError(f"known_failures of {cls.__name__} names {name}, which is no test of the kit")
@@ -101,7 +118,20 @@ class Declaration:
                 raise TypeError(f"known_failures of {cls.__name__} needs a reason for {name}")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run a test that takes one of these arguments once for each of its values."""
+        """Run a test that takes one of these arguments once for each of its values.
+
+        Raises:
+            TypeError: A test of the kit has been replaced, deleted or marked with xfail.
+        """
+        _require_every_test(type(self))
+        name = metafunc.function.__name__
+        if any(True for _ in metafunc.definition.iter_markers("xfail")) and _owner(type(self), name) in _parts(
+            type(self)
+        ):
+            raise TypeError(
+                f"{type(self).__name__} marks {name} of the conformance kit with xfail; "
+                "if the backend fails it, name it in known_failures, with the reason"
+            )
         for argument, values in self.arguments().items():
             if argument in metafunc.fixturenames:
                 metafunc.parametrize(argument, values)

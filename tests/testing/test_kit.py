@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from kvcache_core.plugin import Storage, StorageSpec
-from kvcache_core.testing import BackendConformance, Conformance
+from kvcache_core.testing import BackendConformance, Conformance, SharingConformance, SwapConformance
 from tests.storages.paged import PagedStorage
-from tests.testing import wrong
+from tests.testing import wrong, wrong_capable
+from tests.testing.wrong_capable import Capable
 
 
 def kit_for(storage: Callable[[StorageSpec], Storage], **declared: Any) -> type[BackendConformance]:
@@ -58,6 +59,15 @@ def fails(run: Callable[[], None]) -> bool:
         run()
     except BaseException as error:  # noqa: BLE001 - whatever a wrong backend leads to
         return not isinstance(error, pytest.skip.Exception)
+    return False
+
+
+def skips(run: Callable[[], None]) -> bool:
+    """Whether a test is skipped."""
+    try:
+        run()
+    except pytest.skip.Exception:
+        return True
     return False
 
 
@@ -109,6 +119,7 @@ CORE = {
     wrong.nothing_is_locked: "test_lmcache_1858_threads_that_work_and_drop_handles_leave_the_books_right",
     wrong.salts_are_ignored: "test_vllm_44701_another_tenant_or_adapter_finds_nothing",
     wrong.a_hit_may_cover_the_last_token: "test_vllm_11186_a_prompt_finds_whole_blocks_and_never_its_last_token",
+    wrong.evicted_blocks_can_still_be_found: "test_vllm_4761_what_was_evicted_is_not_found",
     wrong.what_is_cut_off_can_still_be_found: "test_any_history_with_reuse_finds_only_what_the_tenant_stored",
 }
 
@@ -122,6 +133,36 @@ def test_a_fault_in_core_fails_the_test_named_for_it(breakage: wrong.Breakage, n
 @pytest.mark.parametrize("name", sorted({*STORAGES.values(), *CORE.values()}))
 def test_a_right_storage_passes_them_all(name: str) -> None:
     assert not noticed(kit_for(PagedStorage), name)
+
+
+CAPABLE = {
+    wrong_capable.SwapsKeysOnly: "test_a_swapped_sequence_comes_back_as_it_was_and_its_blocks_serve_others",
+    wrong_capable.SwapsIntoOrder: "test_a_swapped_sequence_comes_back_as_it_was_and_its_blocks_serve_others",
+    wrong_capable.KeepsSwappedPlaces: "test_what_is_freed_or_brought_back_gives_up_its_place",
+    wrong_capable.SwapsOutHalf: "test_vllm_546_a_full_tier_leaves_a_sequence_where_it_is",
+    wrong_capable.ExportsACopy: "test_an_export_is_the_caches_memory_and_leads_to_its_rows",
+    wrong_capable.ExportsKeysTwice: "test_an_export_is_the_caches_memory_and_leads_to_its_rows",
+    wrong_capable.DecodesPadding: "test_a_static_decode_step_does_what_a_step_does",
+    wrong_capable.DecodesOneLess: "test_a_static_decode_step_does_what_a_step_does",
+}
+PARTS = (SwapConformance, SharingConformance)
+
+
+def capable_kit(storage: Callable[[StorageSpec], Storage]) -> type[BackendConformance]:
+    """The kit for a storage that declares all that the kit can try."""
+    return kit_for(storage, capabilities=wrong_capable.CAPABILITIES, dtypes=("float32", "bfloat16"))
+
+
+@pytest.mark.parametrize(("storage", "name"), CAPABLE.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_wrong_with_a_declared_capability_is_noticed(storage: type[Capable], name: str) -> None:
+    assert noticed(capable_kit(storage), name)
+
+
+@pytest.mark.parametrize("name", [name for part in PARTS for name in vars(part) if name.startswith("test_")])
+def test_a_right_storage_passes_all_that_it_declares(name: str) -> None:
+    assert not noticed(capable_kit(Capable), name)
+    if not name.endswith("does_not_try_is_named"):
+        assert not all(skips(run) for run in runs(capable_kit(Capable), name)), "nothing was tried"
 
 
 def test_random_histories_with_reuse_find_something_and_are_not_blind_to_salts() -> None:

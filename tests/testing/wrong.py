@@ -19,6 +19,7 @@ from kvcache_core.manager import KvCacheManager
 from kvcache_core.plugin import Batch, BlockCopy
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.reservation import Reservation
+from kvcache_core.sequence import CachedSequence
 from kvcache_core.sequence_store import SequenceStore
 from kvcache_core.step import Step
 from tests.storages.paged import PagedStorage
@@ -379,6 +380,16 @@ def a_hit_may_cover_the_last_token(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_cut_off_can_still_be_found(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "forget", lambda self, sequence, keep: None)
+
+
+def evicted_blocks_can_still_be_found(patch: pytest.MonkeyPatch) -> None:
+    forget = PrefixCache.forget
+
+    def forget_live_ones(self: PrefixCache, sequence: CachedSequence, keep: int) -> None:
+        if not sequence.is_kept:
+            forget(self, sequence, keep)
+
+    patch.setattr(PrefixCache, "forget", forget_live_ones)
 
 
 @contextmanager

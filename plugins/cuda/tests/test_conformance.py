@@ -11,5 +11,5 @@ from kvcache_cuda.plugin import CAPABILITIES
 class TestOnTheCpu(BackendConformance):
     backend = "cuda"
     dtypes = ("float32", "bfloat16", "float16", "float64")
-    options: ClassVar[Any] = {"device": "cpu"}
+    options: ClassVar[Any] = {"device": "cpu", "swap_blocks": 6}
     capabilities = CAPABILITIES
