@@ -31,7 +31,7 @@ MakeCache = Callable[..., KvCacheManager]
 
 # Rows of the faults in this area that do not apply, and why:
 # - sglang#29860, out-of-window freeing: windows only mask, every row stays readable (a hit under a window is tested);
-# - vllm#58119, events whose parent was never announced: the cache sends no events.
+# - vllm#58119, events whose parent was never announced: events name sequences, and no blocks or their parents.
 
 
 @pytest.fixture(params=STORAGES)

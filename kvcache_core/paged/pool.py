@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from typing_extensions import override
 
+from kvcache_core.errors import ShapeError
 from kvcache_core.geometry import CacheGeometry
 from kvcache_core.paged.gathering import gather_rows
 from kvcache_core.paged.layout import PoolLayout, TensorLayout
@@ -136,7 +137,7 @@ class BlockPool(Pool):
         super().__init__(block_size, num_blocks)
         self.layouts = tuple(PoolLayout(group, num_blocks + 2, block_size) for group in geometry.groups)
         with torch.inference_mode(False):  # else nobody could write to it outside that mode
-            self.memory = tuple(allocate(layout.num_elements) for layout in self.layouts)
+            self.memory = tuple(_flat(allocate, layout.num_elements) for layout in self.layouts)
         self._places = {layer: number for number, group in enumerate(geometry.groups) for layer in group.layers}
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
@@ -233,5 +234,14 @@ class BlockPool(Pool):
             views.clear()
 
 
+def _flat(allocate: Callable[[int], torch.Tensor], num_elements: int) -> torch.Tensor:
+    memory = allocate(num_elements)
+    if memory.shape != (num_elements,) or not memory.is_contiguous():
+        raise ShapeError(
+            f"a pool needs {num_elements} elements in a row, not {list(memory.shape)} with strides {memory.stride()}"
+        )
+    return memory
+
+
 def _view(memory: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-    return memory.as_strided(layout.shape, layout.strides, layout.offset)
+    return memory.as_strided(layout.shape, layout.strides, memory.storage_offset() + layout.offset)

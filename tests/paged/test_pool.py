@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from kvcache_core import CacheGeometry, LayerGroup
+from kvcache_core import CacheGeometry, LayerGroup, ShapeError
 from kvcache_core.paged import BlockPool
 from kvcache_core.plugin import BlockCopy, BlockRows
 
@@ -113,3 +115,9 @@ def test_a_written_null_block_is_found(pool: BlockPool) -> None:
     assert list(pool.nonzero_null_layers()) == []
     pool.value(3)[0, 1] = 1
     assert list(pool.nonzero_null_layers()) == [3]
+
+
+@pytest.mark.parametrize("make", [lambda count: torch.zeros(count, 2)[:, 0], lambda count: torch.zeros(count + 1)])
+def test_lmcache_5166_memory_that_is_not_in_a_row_is_refused(make: Callable[[int], torch.Tensor]) -> None:
+    with pytest.raises(ShapeError, match="elements in a row"):
+        BlockPool(GEOMETRY, 4, 5, make)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache_core import CacheGeometry, KvCacheManager, ShapeError
-from tests.caches import assert_holds, filled, grow, make_spec, rows
+from tests.caches import MIXED, assert_holds, filled, grow, make_spec, rows
 from tests.paged.hostpool import HostPool, LazyHostPool, open_pool
 
 
@@ -200,6 +200,63 @@ def test_vllm_1486_a_pool_beyond_32_bit_offsets_is_exact_at_its_far_end() -> Non
         allocator.free_blocks(skipped)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert used < 500_000  # kilobytes, of 9 GB
+
+
+def test_vllm_50427_strides_that_span_layers_and_roles_reach_beyond_32_bits() -> None:
+    """4.9e9 elements of K and V of three layers in one tensor; every block has rows beyond 2**31 and 2**32."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    far = CacheGeometry.uniform(3, 8, 128)
+    with open_pool(LazyHostPool, geometry=far, num_blocks=50_000, block_size=16, dtype="bfloat16") as cache:
+        [memory] = cache.storage.pool.memory
+        assert cache.storage.pool.value(2).storage_offset() > 2**31
+        assert memory.numel() > 2**32
+        handle = cache.allocate()
+        with handle.block_table_mut() as table:
+            skipped = cache.block_allocator.allocate_blocks(49_990)
+            table.add_blocks(2)
+        grow(handle, 40)
+        fork = handle.fork()
+        grow(fork, 3, "b")
+        assert_holds(handle, a=40)
+        assert_holds(fork, a=40, b=43)
+        cache.block_allocator.free_blocks(skipped)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes, of 9 GB
+
+
+class GuardedPool(HostPool):
+    """A pool within larger buffers, whose margins hold a canary."""
+
+    margin = 100
+    canary = 12345.0
+
+    def allocate(self, num_elements: int) -> torch.Tensor:
+        buffer = torch.full((num_elements + 2 * self.margin,), self.canary, dtype=self.dtype)
+        self.__dict__.setdefault("buffers", []).append(buffer)
+        return buffer[self.margin : -self.margin].zero_()
+
+    @property
+    def margins(self) -> torch.Tensor:
+        return torch.cat([part for each in self.buffers for part in (each[: self.margin], each[-self.margin :])])
+
+
+def test_lmcache_5166_a_pool_inside_a_larger_buffer_is_read_and_written_where_it_lies() -> None:
+    """Offsets, strides across layers and roles, and unequal dims are those of the views, in every operation."""
+    with open_pool(GuardedPool, geometry=MIXED, scrub=True) as cache:
+        handle = filled(cache, 11)
+        fork = handle.fork()
+        grow(fork, 2, "b")
+        assert_holds(handle, a=11)
+        assert_holds(fork, a=11, b=13)
+        for layer in (0, 2, 3):
+            key, value = handle.as_any().pool(layer)
+            for each, dense in zip((key, value), handle.kv_cache(layer) or (), strict=True):
+                rows_of_blocks = each[torch.tensor(handle.block_table.physical_blocks)].flatten(0, 1)
+                assert torch.equal(rows_of_blocks[:11], dense)
+        handle.free()
+        fork.truncate(3)
+        assert_holds(fork, a=3)
+        fork.free()
+        assert (cache.storage.margins == GuardedPool.canary).all()
 
 
 def test_lazy_memory_starts_as_zeros() -> None:

@@ -268,6 +268,21 @@ def test_unequal_dims_and_several_groups_travel_whole() -> None:
         handle.free()
 
 
+def test_sglang_30057_what_belongs_to_a_sequence_comes_back_with_its_blocks() -> None:
+    with swapping(prefixes=True) as cache:
+        handle = cache.allocate(request_id="r", token_ids=range(9), salt="s", priority=4, max_sequence_length=13)
+        grow(handle, 9, 1, range(9))
+        grow(handle, 2, 2)  # anonymous ones end what is known of the ids
+        before = (handle.token_ids, handle.request_id, handle.cache_id, handle.max_tokens, handle.sequence.priority)
+        cache.swap_out(handle)
+        cache.swap_in(handle)
+        assert holds(handle, (9, 1), (11, 2))
+        after = (handle.token_ids, handle.request_id, handle.cache_id, handle.max_tokens, handle.sequence.priority)
+        assert after == before
+        assert cache.explain(token_ids=range(9), salt="s").num_tokens == 8
+        handle.free()
+
+
 def test_trtllm_12834_both_tiers_stay_balanced_over_random_steps() -> None:
     source = random.Random(0)
     with swapping(3, num_blocks=6) as cache:
