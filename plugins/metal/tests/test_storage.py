@@ -55,6 +55,15 @@ def test_a_tensor_stays_below_4_gib_and_2_to_the_31_elements() -> None:
     assert any(tensor.nbytes > 2**32 - 2**16 for tensor in storage.pool.tensors)
 
 
+def test_a_sequence_that_could_not_be_read_into_one_tensor_is_refused() -> None:
+    changes = {"dtype": "bfloat16", "num_blocks": 5_000_000}
+    with pytest.raises(ConfigError, match="more than MPS can attend to at once; give 13421772 or less") as caught:
+        MetalStorage(spec_of(max_sequence_length=20_000_000, **changes))
+    assert caught.value.key == "max_sequence_length"
+    MetalStorage(spec_of(max_sequence_length=13_421_772, **changes))
+    MetalStorage(spec_of({"disable_guards": ["bounded_tensors"]}, max_sequence_length=20_000_000, **changes))
+
+
 def test_a_block_that_fits_no_tensor_is_refused() -> None:
     with pytest.raises(ShapeError, match="smaller block_size"):
         MetalStorage(spec_of({"max_tensor_bytes": 1000}))

@@ -5,20 +5,14 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcache_metal.guards import Guards
+from kvcache_metal.guards import Guards, SdpaMask
+from kvcache_metal.plan import Piece
 
 __all__ = ["attend_visible", "hidden_rows_are_harmless"]
 
 
 def attend_visible(
-    guards: Guards,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool,
+    guards: Guards, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, *, scale: float
 ) -> torch.Tensor:
     """Attend to what each query sees. What it does not see has to be finite.
 
@@ -27,9 +21,8 @@ def attend_visible(
         query: `[batch, tokens, num_heads, head_dim]`, floating.
         key: `[batch, keys, num_kv_heads, head_dim]`, of the same dtype.
         value: `[batch, keys, num_kv_heads, value_head_dim]` likewise.
-        visible: `[batch, tokens, keys]`, boolean; every row sees a key at least.
+        piece: Says what each query sees.
         scale: Factor on the scores.
-        causal: Whether `visible` is the causal mask of as many keys as tokens.
 
     Returns:
         `[batch, tokens, num_heads, value_head_dim]` in the dtype of `query`.
@@ -38,7 +31,7 @@ def attend_visible(
     num_kv_heads, width = value.shape[2:]
     query, key, value = guards.equal_head_dims(query, key, value)
     folded, members = guards.folded_heads(query, num_kv_heads)
-    mask = guards.float_mask(visible, query.dtype, num_kv_heads=folded.shape[1], members=members, causal=causal)
+    mask = _mask(guards, piece, query.dtype, folded.shape[1], members)
     out = scaled_dot_product_attention(
         guards.contiguous_operands(folded),
         guards.contiguous_operands(key.transpose(1, 2)),
@@ -50,6 +43,16 @@ def attend_visible(
     )
     out = out[..., :width].view(batch, folded.shape[1], members, tokens, width)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, tokens, num_heads, width)
+
+
+def _mask(guards: Guards, piece: Piece, dtype: torch.dtype, heads: int, members: int) -> SdpaMask:
+    """The mask of a piece, made once for all layers where the piece may keep it."""
+    kept = piece.masks if piece.masks is not None else {}
+    mask = kept.get((dtype, heads, members))
+    if mask is None:
+        mask = guards.float_mask(piece.visible(), dtype, heads=heads, members=members, causal=piece.causal)
+        kept[dtype, heads, members] = mask
+    return mask
 
 
 def hidden_rows_are_harmless(guards: Guards, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

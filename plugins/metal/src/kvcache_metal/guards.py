@@ -214,14 +214,14 @@ class Guards:
         Report("pytorch#156707", "June 2025; rows that see nothing"),
     )
     def float_mask(
-        self, visible: torch.Tensor, dtype: torch.dtype, *, num_kv_heads: int, members: int, causal: bool
+        self, visible: torch.Tensor, dtype: torch.dtype, *, heads: int, members: int, causal: bool
     ) -> SdpaMask:
         """Tell attention what each query sees.
 
         Args:
             visible: `[batch, tokens, keys]`, boolean; every row sees a key at least.
             dtype: Of the query.
-            num_kv_heads: Heads that attention is called with.
+            heads: Heads that attention is called with.
             members: How often each head's mask is repeated along its tokens, see `folded_heads`.
             causal: Whether this is the causal mask of as many keys as tokens.
         """
@@ -232,7 +232,7 @@ class Guards:
         zero, hidden = visible.new_zeros((), dtype=dtype), visible.new_full((), -torch.inf, dtype=dtype)
         mask = torch.where(self.contiguous_operands(visible), zero, hidden)
         if batch > 1:
-            mask = mask.expand(batch, num_kv_heads, -1, -1)
+            mask = mask.expand(batch, heads, -1, -1)
         return SdpaMask(self.contiguous_operands(mask))
 
     @_guard(

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvcache_core.plugin import BackendOptions
 
-__all__ = ["GuardName", "MetalOptions"]
+__all__ = ["LARGEST_TENSOR", "GuardName", "MetalOptions"]
 
 #: The functions of `kvcache_metal.guards`.
 GuardName = Literal[
@@ -22,7 +22,8 @@ GuardName = Literal[
     "whole_tensors",
 ]
 
-_LARGEST_TENSOR = 2**32 - 1
+#: Most bytes of a tensor that MPS computes with.
+LARGEST_TENSOR = 2**32 - 1
 
 
 class MetalOptions(BackendOptions):
@@ -39,7 +40,7 @@ class MetalOptions(BackendOptions):
         description="auto (the GPU) or cpu (the same code on the CPU, for tests and machines without an Apple GPU)",
     )
     max_tensor_bytes: int = Field(
-        default=_LARGEST_TENSOR,
+        default=LARGEST_TENSOR,
         ge=1,
         le=2**63 - 1,
         description="most bytes of one tensor of the pool, which has as many as it takes; MPS fails above 4 GiB",

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import pad
 
 from kvcache_core.paged import RowPlaces
 from kvcache_core.paged.pool import Upload
 from kvcache_core.paged.sharded import slots_of
 from kvcache_core.plugin import Batch, Segment
-from kvcache_metal.guards import Guards
+from kvcache_metal.guards import Guards, SdpaMask
 from kvcache_metal.pool import MetalPool
 
-__all__ = ["Piece", "PieceMaker", "Pieces", "StepPlan"]
+__all__ = ["Piece", "PieceMaker", "Reading", "StepPlan", "StepQueries"]
 
 #: Most scores that attention computes at once; MPS keeps them in memory, and those of a long prompt would not fit.
 _MOST_SCORES = 1 << 26
 
 #: Most rows of K that sequences which are attended together are read into; a longer sequence is attended by itself.
-_MOST_ROWS = 1 << 17
+_MOST_ROWS = 1 << 16
 
 #: Fewest keys that are computed with. Fewer would be as fast, and more shapes.
 _FEWEST_KEYS = 16
@@ -28,47 +29,71 @@ _FEWEST_KEYS = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries that are attended together: so many tokens of each of so many sequences.
+    """Queries that are attended together: so many tokens of each sequence of a reading.
 
-    There may be more sequences, tokens and keys than there really are, to keep the shapes few: a row of padding repeats
-    another, and a key of padding is a zero of the null block that nobody sees.
+    There may be more tokens than there really are, to keep the shapes few: a row of padding repeats another.
 
     Attributes:
-        batch: Sequences.
-        tokens: New tokens of each.
-        keys: Keys of each.
+        tokens: New tokens of each sequence.
         query_rows: Their rows in the packed query, int64 `[batch * tokens]`.
-        places: Where their keys lie, `[batch * keys]`.
-        visible: What each query sees, boolean `[batch, tokens, keys]`.
+        first_key: The first key of the reading that some query sees.
+        keys: How many there are from that one on, those of padding included.
+        ends: For each query the number of keys up to its own, int32 `[batch, tokens, 1]`.
+        window: Keys that a query sees at most, where some are hidden for that reason.
         hidden: Keys from this one on are hidden from some query; `keys` where only padding is.
-        causal: Whether `visible` is the causal mask of as many keys as tokens.
+        causal: Whether queries see what a causal mask of as many keys as tokens shows.
         segment: The sequence, where it is one.
         rows: Its new tokens that this is about, counted from its first one.
+        masks: Masks for the layers to come, by dtype and heads; None where they would take much memory.
     """
 
-    batch: int
     tokens: int
-    keys: int
     query_rows: torch.Tensor
-    places: RowPlaces
-    visible: torch.Tensor
+    first_key: int
+    keys: int
+    ends: torch.Tensor
+    window: int | None
     hidden: int
     causal: bool
     segment: Segment | None
     rows: range
+    masks: dict[tuple[torch.dtype, int, int], SdpaMask] | None = field(default=None, compare=False)
+
+    def visible(self) -> torch.Tensor:
+        """What each query sees, boolean `[batch, tokens, keys]`."""
+        counted = torch.arange(self.keys, dtype=torch.int32, device=self.ends.device)
+        visible = counted < self.ends
+        return visible if self.window is None else visible & (counted >= self.ends - self.window)
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Reading:
+    """Keys that each layer reads out of the pool once, and the queries that meet them.
+
+    Attributes:
+        batch: Sequences. Those beyond the ones that there are read the null block, which is zeros.
+        keys: Keys of each; beyond its own they are the null block's, which nobody sees.
+        places: Where they lie, `[batch * keys]`.
+        pieces: The queries; with several sequences all are in one.
+    """
+
+    batch: int
+    keys: int
+    places: RowPlaces
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class StepQueries:
     """All queries of a step.
 
     Attributes:
-        pieces: The pieces.
+        readings: What is read, and the queries that meet it.
         order: For each packed row, its place in the pieces put together, int64 `[num_tokens]` on the device; None where
             that is its own number.
     """
 
-    pieces: tuple[Piece, ...]
+    readings: tuple[Reading, ...]
     order: torch.Tensor | None
 
 
@@ -86,110 +111,95 @@ class PieceMaker:
         self._upload = upload
         self._guards = guards
 
-    def pieces(self, segments: Sequence[Segment], window: int | None, num_heads: int) -> Pieces:
+    def queries(self, segments: Sequence[Segment], window: int | None, num_heads: int) -> StepQueries:
         """Put all queries of a step together."""
-        made: list[Piece] = []
+        readings: list[Reading] = []
         order: dict[int, int] = {}
         end = 0
-        single = [segment for segment in segments if segment.num_new_tokens == 1]
-        several = [segment for segment in segments if segment.num_new_tokens > 1]
-        for group in self._similar(single, window):
-            made.append(self._decoding(group, window))
+        for group in self._similar([segment for segment in segments if segment.num_new_tokens == 1], window):
+            readings.append(self._decoding(group, window))
             order.update((segment.row, end + number) for number, segment in enumerate(group))
-            end += made[-1].batch
-        for segment in several:
-            for rows in self._chunks(segment, window, num_heads):
-                made.append(self.prefill(segment, rows, window))
-                order.update((segment.row + row, end + number) for number, row in enumerate(rows))
-                end += made[-1].tokens
+            end += readings[-1].batch
+        for segment in segments:
+            if segment.num_new_tokens > 1:
+                readings.append(self._prefilling(segment, range(segment.num_new_tokens), window, num_heads))
+                for piece in readings[-1].pieces:
+                    order.update((segment.row + row, end + number) for number, row in enumerate(piece.rows))
+                    end += piece.tokens
         places = [order[row] for row in range(len(order))]
         if places == list(range(len(places))):
-            return Pieces(tuple(made), None)
-        return Pieces(tuple(made), self._upload(torch.tensor(places, dtype=torch.int64)))
+            return StepQueries(tuple(readings), None)
+        return StepQueries(tuple(readings), self._indices(places))
+
+    def one_by_one(self, piece: Piece, window: int | None) -> Iterator[Reading]:
+        """Yield a reading for each query of a piece of one sequence, with no key but those that it sees."""
+        if piece.segment is None:
+            return
+        for row in piece.rows:
+            yield self._prefilling(piece.segment, range(row, row + 1), window, 1)
 
     def locate(self, segment: Segment) -> RowPlaces:
         """Find a sequence's tokens."""
         return self._pool.locate_tokens(segment.blocks, segment.stop, self._upload)
 
-    def one_by_one(self, piece: Piece, window: int | None) -> Iterator[Piece]:
-        """Yield a piece for each of a sequence's queries, with no key but those that it sees."""
-        assert piece.segment is not None  # noqa: S101 - only pieces of one sequence hide anything but padding
-        for row in piece.rows:
-            yield self.prefill(piece.segment, range(row, row + 1), window)
+    # -- several tokens of one sequence --------------------------------------------------------------------
 
-    def prefill(self, segment: Segment, rows: range, window: int | None) -> Piece:
-        """Make the piece of some consecutive new tokens of one sequence."""
-        first, last = segment.start + rows.start, segment.start + rows.stop  # positions
-        low = _lowest(first, window)
+    def _prefilling(self, segment: Segment, rows: range, window: int | None, num_heads: int) -> Reading:
+        """Read a sequence for some of its new tokens."""
+        low, stop = _lowest(segment.start + rows.start, window), segment.start + rows.stop  # positions
+        longest = stop - low if window is None else min(stop - low, window + len(rows))
+        chunks = list(_chunks(rows, _MOST_SCORES // (num_heads * self._width(longest))))
+        pieces = tuple(self._chunk(segment, chunk, window, low, stop, alone=len(chunks) == 1) for chunk in chunks)
+        keys = self._guards.bucketed_lengths(max(piece.first_key + piece.keys for piece in pieces))
+        return Reading(1, keys, self._places([(segment, low, stop)], 1, keys), pieces)
+
+    def _chunk(self, segment: Segment, rows: range, window: int | None, low: int, stop: int, *, alone: bool) -> Piece:
+        """Make a piece of consecutive new tokens of a sequence that is read from position `low` to `stop`."""
+        first, last = segment.start + rows.start, segment.start + rows.stop
+        seen_from = _lowest(first, window)
+        keys = self._width(last - seen_from)
         tokens = self._guards.bucketed_lengths(len(rows))
-        ends = [first + number + 1 - low for number in range(len(rows))]
-        hidden = 0 if window is not None and low < _lowest(last - 1, window) else ends[0]
-        return self._piece(
-            [(segment, low, last)],
-            tokens=tokens,
-            query_rows=[segment.row + row for row in rows] + [segment.row + rows.stop - 1] * (tokens - len(rows)),
-            ends=ends + ends[-1:] * (tokens - len(rows)),
-            window=window,
-            hidden=hidden if len(rows) > 1 else None,
-            causal=first == 0 and window is None,
-            segment=segment,
-            rows=rows,
-        )
-
-    def _decoding(self, group: Sequence[Segment], window: int | None) -> Piece:
-        """Make the piece of sequences that add one token each."""
-        batch = self._guards.bucketed_lengths(len(group))
-        read = [(segment, _lowest(segment.start, window), segment.stop) for segment in group]
-        padding = batch - len(group)
-        return self._piece(
-            read,
-            batch=batch,
-            query_rows=[segment.row for segment in group] + [group[0].row] * padding,
-            ends=[stop - low for _, low, stop in read] + [1] * padding,
-            segment=group[0] if len(group) == 1 else None,
-            rows=range(1),
-        )
-
-    def _piece(
-        self,
-        read: Sequence[tuple[Segment, int, int]],
-        *,
-        query_rows: Sequence[int],
-        ends: Sequence[int],
-        segment: Segment | None,
-        rows: range,
-        batch: int = 1,
-        tokens: int = 1,
-        window: int | None = None,
-        hidden: int | None = None,
-        causal: bool = False,
-    ) -> Piece:
-        keys = self._width(max(stop - low for _, low, stop in read))
-        # The null block is zeros, which is what padding has to be.
-        slots = torch.zeros(batch * keys, dtype=torch.int64)
-        parts = [slots_of(each.blocks, self._pool.block_size, low, stop) for each, low, stop in read]
-        filled = [torch.arange(number * keys, number * keys + len(part)) for number, part in enumerate(parts)]
-        slots = slots.index_put((torch.cat(filled),), torch.cat(parts))
-        last = self._upload(torch.tensor(ends, dtype=torch.int32).view(batch, tokens, 1))
-        counted = torch.arange(keys, dtype=torch.int32, device=last.device)
-        visible = counted < last
-        if window is not None:
-            visible = visible & (counted >= last - window)
+        padding = tokens - len(rows)
+        ends = [position + 1 - seen_from for position in range(first, last)]
+        slides = seen_from < _lowest(last - 1, window)
+        stored = min(keys, stop - seen_from)  # what follows is padding
         return Piece(
-            batch=batch,
             tokens=tokens,
+            query_rows=self._indices([segment.row + row for row in (*rows, *([rows[-1]] * padding))]),
+            first_key=seen_from - low,
             keys=keys,
-            query_rows=self._upload(torch.tensor(query_rows, dtype=torch.int64)),
-            places=self._pool.locate(slots, self._upload),
-            visible=visible,
-            hidden=keys if hidden is None else hidden,
-            causal=causal and tokens == keys,
+            ends=self._upload(torch.tensor(ends + ends[-1:] * padding, dtype=torch.int32).view(1, tokens, 1)),
+            window=window if slides else None,
+            hidden=0 if slides else ends[0] if ends[0] < stored else keys,
+            causal=first == 0 and not slides and tokens == keys,
             segment=segment,
             rows=rows,
+            masks={} if alone else None,
         )
 
-    def _width(self, length: int) -> int:
-        return self._guards.bucketed_lengths(max(length, _FEWEST_KEYS))
+    # -- one token of several sequences --------------------------------------------------------------------
+
+    def _decoding(self, group: Sequence[Segment], window: int | None) -> Reading:
+        """Read sequences that add one token each."""
+        batch = self._guards.bucketed_lengths(len(group))
+        padding = batch - len(group)
+        read = [(segment, _lowest(segment.start, window), segment.stop) for segment in group]
+        keys = self._width(max(stop - low for _, low, stop in read))
+        ends = [stop - low for _, low, stop in read] + [1] * padding
+        piece = Piece(
+            tokens=1,
+            query_rows=self._indices([segment.row for segment in group] + [group[0].row] * padding),
+            first_key=0,
+            keys=keys,
+            ends=self._upload(torch.tensor(ends, dtype=torch.int32).view(batch, 1, 1)),
+            window=None,
+            hidden=keys,
+            causal=False,
+            segment=None,
+            rows=range(1),
+            masks={},
+        )
+        return Reading(batch, keys, self._places(read, batch, keys), (piece,))
 
     def _similar(self, segments: Sequence[Segment], window: int | None) -> Iterator[list[Segment]]:
         """Group sequences that add one token, so that padding them to the longest at most doubles what is read."""
@@ -208,17 +218,30 @@ class PieceMaker:
         if group:
             yield group
 
-    def _chunks(self, segment: Segment, window: int | None, num_heads: int) -> Iterator[range]:
-        """Cut a sequence's new tokens so that the scores of each part stay within bounds."""
-        new = segment.num_new_tokens
-        longest = segment.stop if window is None else min(segment.stop, window + new)
-        at_once = max(1, _MOST_SCORES // (num_heads * self._width(longest)))
-        at_once = 1 << (at_once.bit_length() - 1)  # a bucket, so that only the last part is padded
-        for start in range(0, new, at_once):
-            yield range(start, min(start + at_once, new))
+    # -- both --------------------------------------------------------------------------------------------
+
+    def _places(self, read: Sequence[tuple[Segment, int, int]], batch: int, keys: int) -> RowPlaces:
+        """Find positions `low` to `stop` of each sequence, filled up to `keys` with rows of the null block."""
+        parts = [slots_of(segment.blocks, self._pool.block_size, low, stop) for segment, low, stop in read]
+        slots = torch.cat([pad(part, (0, keys - len(part))) for part in parts])
+        return self._pool.locate(pad(slots, (0, batch * keys - len(slots))), self._upload)
+
+    def _indices(self, values: Sequence[int]) -> torch.Tensor:
+        return self._upload(torch.tensor(values, dtype=torch.int64))
+
+    def _width(self, length: int) -> int:
+        return self._guards.bucketed_lengths(max(length, _FEWEST_KEYS))
+
+
+def _chunks(rows: range, most: int) -> Iterator[range]:
+    """Cut rows so that the scores of each part stay within bounds."""
+    at_once = 1 << (max(1, most).bit_length() - 1)  # a bucket, so that only the last part is padded
+    for start in range(rows.start, rows.stop, at_once):
+        yield range(start, min(start + at_once, rows.stop))
 
 
 def _lowest(position: int, window: int | None) -> int:
+    """The first position that a query sees."""
     return 0 if window is None else max(0, position - window + 1)
 
 
@@ -233,14 +256,14 @@ class StepPlan:
     def __init__(self, batch: Batch, maker: PieceMaker) -> None:
         self._segments = batch.segments
         self._maker = maker
-        self._made: dict[tuple[int | None, int], Pieces] = {}
+        self._made: dict[tuple[int | None, int], StepQueries] = {}
         self._located: dict[int, RowPlaces] = {}
 
-    def pieces(self, window: int | None, num_heads: int) -> Pieces:
+    def queries(self, window: int | None, num_heads: int) -> StepQueries:
         """The queries of the step, for a layer of this window and so many heads."""
         made = self._made.get((window, num_heads))
         if made is None:
-            made = self._made[window, num_heads] = self._maker.pieces(self._segments, window, num_heads)
+            made = self._made[window, num_heads] = self._maker.queries(self._segments, window, num_heads)
         return made
 
     def places(self, index: int) -> RowPlaces:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from kvcache_core.paged import RowPlaces, ShardedPool
@@ -50,9 +51,8 @@ class MetalPool(ShardedPool):
 
     def locate_tokens(self, blocks: Sequence[int], num_tokens: int, upload: Upload) -> RowPlaces:
         """Find the first tokens of a sequence, and rows of the null block up to a bucket's length."""
-        slots = torch.zeros(self._guards.bucketed_lengths(num_tokens), dtype=torch.int64)
-        slots[:num_tokens] = slots_of(blocks, self.block_size, 0, num_tokens)
-        return self.locate(slots, upload)
+        slots = slots_of(blocks, self.block_size, 0, num_tokens)
+        return self.locate(pad(slots, (0, self._guards.bucketed_lengths(num_tokens) - num_tokens)), upload)
 
     def take_tokens(self, layer: int, places: RowPlaces, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the tokens that were located; the memory holds nothing else."""

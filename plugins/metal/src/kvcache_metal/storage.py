@@ -16,7 +16,7 @@ from kvcache_core.plugin import Batch, DeviceMemory, KvCacheHandle, StorageSpec
 from kvcache_metal.guards import Guards
 from kvcache_metal.handle import MetalKvCacheHandle
 from kvcache_metal.kernel import MetalKernel
-from kvcache_metal.options import MetalOptions
+from kvcache_metal.options import LARGEST_TENSOR, MetalOptions
 from kvcache_metal.plan import StepPlan
 from kvcache_metal.plugin import CAPABILITIES
 from kvcache_metal.pool import MetalPool
@@ -34,7 +34,7 @@ class MetalStorage(PagedStorage):
         guards: The guards against known faults of torch MPS that are in force.
 
     Raises:
-        ConfigError: The GPU does not have the memory that the budget asks for.
+        ConfigError: The GPU does not have the memory that the budget asks for, or a sequence could be too long.
     """
 
     handle_type: ClassVar[type[KvCacheHandle]] = MetalKvCacheHandle
@@ -61,6 +61,7 @@ class MetalStorage(PagedStorage):
     def make_pool(self) -> MetalPool:
         if self._on_gpu:
             self._require_memory()
+        self._require_readable_sequences()
         most = self.guards.bounded_tensors(self.dtype, self._options.max_tensor_bytes)
         return MetalPool(self.spec, self.allocate, self.guards, most)
 
@@ -76,6 +77,24 @@ class MetalStorage(PagedStorage):
                 f'of what Metal recommends are free; give "{fitting} tokens" or less',
                 key="budget",
                 details=[f"{spec.num_blocks} blocks of {spec.block_size} tokens were asked for"],
+            )
+
+    def _require_readable_sequences(self) -> None:
+        """Refuse sequences that could not be read into one tensor."""
+        most = self.guards.bounded_tensors(self.dtype, LARGEST_TENSOR)
+        spec = self.spec
+        widest = max(
+            (group.num_kv_heads * max(group.head_dim, group.value_head_dim) for group in spec.geometry.groups),
+            default=0,
+        )
+        longest = self.guards.bucketed_lengths(spec.max_sequence_length)
+        if most is not None and longest * widest > most:
+            fitting = 4 * (most // widest) // 5  # a bucket may be a quarter longer
+            raise ConfigError(
+                f"max_sequence_length {spec.max_sequence_length} is more than MPS can attend to at once; "
+                f"give {fitting} or less",
+                key="max_sequence_length",
+                details=[f"a token has {widest} elements of K or V in a layer, and a tensor at most {most}"],
             )
 
     @override
