@@ -176,20 +176,23 @@ def _relevant(environ: Mapping[str, str]) -> dict[str, str]:
 # -- one backend in a process of its own -----------------------------------------------------------------
 
 
-def try_backend(entry: Entry, *, timeout: float, load: bool = True) -> dict[str, Any]:
+def try_backend(
+    entry: Entry, *, timeout: float, load: bool = True, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Describe, probe and load a backend in a child process.
 
     Args:
         entry: The backend.
         timeout: Seconds it has.
         load: Whether to import its storage when its probe says yes.
+        options: The options to try it with; its defaults when None.
 
     Returns:
         `state`, `reason` and what else was learned; the fields of `BackendReport`, and `detail` of the probe.
     """
     with tempfile.TemporaryDirectory(prefix="kvcache-") as folder:
         answer, errors = Path(folder, "answer.json"), Path(folder, "stderr.txt")
-        task = {"answer": str(answer), "backend": entry.qualified, "load": load}
+        task = {"answer": str(answer), "backend": entry.qualified, "load": load, "options": dict(options or {})}
         with errors.open("wb") as stderr:
             outcome = _run(task, stderr, timeout)
         if answer.exists():

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcache_core import messages
 from kvcache_core.errors import BackendLoadError, IncompatibleBackendError, KvCacheError, OptionsError
+from kvcache_core.frozen import FrozenMapping
 from kvcache_core.loading import plugin_code
 from kvcache_core.options import validate_options
 from kvcache_core.plugin import Available, ProbeRequest
@@ -18,13 +19,15 @@ from kvcache_core.selection import probe
 
 __all__ = ["main", "trial"]
 
+_DEFAULTS: Mapping[str, Any] = FrozenMapping()
+
 
 def main(task: Mapping[str, Any]) -> None:
     """Try the backend that `task` names and leave the findings in the file it names.
 
     The process ends at once, without the exit handlers and threads that a plugin may have left behind.
     """
-    findings = trial(BackendRegistry(), task["backend"], load=task["load"])
+    findings = trial(BackendRegistry(), task["backend"], load=task["load"], options=task["options"])
     answer = Path(task["answer"])
     draft = answer.with_suffix(".part")
     draft.write_text(json.dumps(findings), encoding="utf-8")
@@ -32,8 +35,10 @@ def main(task: Mapping[str, Any]) -> None:
     os._exit(0)
 
 
-def trial(registry: BackendRegistry, name: str, *, load: bool) -> dict[str, Any]:
-    """Describe and probe a backend with its default options, and load it when it is available.
+def trial(
+    registry: BackendRegistry, name: str, *, load: bool, options: Mapping[str, Any] = _DEFAULTS
+) -> dict[str, Any]:
+    """Describe and probe a backend with these options, and load it when it is available.
 
     Returns:
         `state`, `code`, `reason`, `hint`, `interface`, `device` and `detail`, as far as they are known.
@@ -43,7 +48,7 @@ def trial(registry: BackendRegistry, name: str, *, load: bool) -> dict[str, Any]
         backend = registry.describe(name)
         findings["interface"] = ".".join(map(str, backend.descriptor.interface))
         registry.require_interface(backend)
-        return {**findings, **_probed(registry, backend, load=load)}
+        return {**findings, **_probed(registry, backend, options, load=load)}
     except IncompatibleBackendError as error:
         return {**findings, **_failure("incompatible", error)}
     except BackendLoadError as error:
@@ -56,12 +61,14 @@ def trial(registry: BackendRegistry, name: str, *, load: bool) -> dict[str, Any]
         return {**findings, **_failure("broken", error)}
 
 
-def _probed(registry: BackendRegistry, backend: Backend, *, load: bool) -> dict[str, Any]:
+def _probed(registry: BackendRegistry, backend: Backend, asked: Mapping[str, Any], *, load: bool) -> dict[str, Any]:
     model = registry.options_model(backend)
     try:
         with plugin_code(backend.name, backend.distribution, "validating its options", passing=(OptionsError,)):
-            options = validate_options(backend.descriptor, {}, model=model)
+            options = validate_options(backend.descriptor, asked, model=model)
     except OptionsError as error:
+        if asked:
+            return {"state": "unavailable", "code": "wrong-options", "reason": "; ".join(str(error).splitlines())}
         missing = ", ".join(path for path, _ in error.problems)
         return {"state": "unavailable", "code": "needs-options", "reason": f"it cannot be tried without {missing}"}
     result = probe(registry, backend, ProbeRequest(options=options, dtype=backend.descriptor.dtypes[0]))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcache_core.cli.model_options import BackendOptions, parse_options
 from kvcache_core.cli.output import JsonFlag, print_json, print_table
 
 __all__ = ["show"]
@@ -15,6 +16,7 @@ __all__ = ["show"]
 
 def show(
     name: Annotated[str, typer.Argument(help="A backend, or distribution:backend.")],
+    option: BackendOptions = None,
     timeout: Annotated[float, typer.Option(help="Seconds its probe has to answer.", min=0.1)] = 30.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -28,7 +30,8 @@ def show(
     found = registry.find(name)
     backend = registry.describe(found)
     options = [asdict(option) for option in list_options(registry, backend)]
-    trial = try_backend(found, timeout=timeout, load=False) if isinstance(found, Entry) else {}
+    asked = parse_options(option)
+    trial = try_backend(found, timeout=timeout, load=False, options=asked) if isinstance(found, Entry) else {}
     facts = {**_declared(backend.descriptor), "distribution": None, "options": options, "probe": trial}
     if backend.distribution is not None:
         facts["distribution"] = asdict(backend.distribution)

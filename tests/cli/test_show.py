@@ -114,3 +114,19 @@ def test_a_broken_plugin_is_one_clean_message(run: Run, site: Site, source: str)
     result = run("show", "acme")
     assert result.exit_code == 2
     assert result.stderr.startswith("BackendLoadError: backend 'acme' (kvcache-acme 1.0) failed while importing")
+
+
+def test_a_backend_is_tried_with_the_options_that_are_given(run: Run, run_json: Callable[..., Any], site: Site) -> None:
+    probe = "def probe(request):\n    return Available(device='cpu', detail=f'{request.options.size} of them')"
+    site.plugin(
+        "acme",
+        before=f"{OPTIONS}\nfrom kvcache_core.plugin import Available\n{probe}",
+        options="Options",
+        probe="probe",
+    )
+    assert run_json("show", "acme")["probe"]["detail"] == "16 of them"
+    assert run_json("show", "acme", "--option", "size=3")["probe"]["detail"] == "3 of them"
+    wrong = run_json("show", "acme", "--option", "size=0")["probe"]
+    assert (wrong["state"], wrong["code"]) == ("unavailable", "wrong-options")
+    assert "size" in wrong["reason"]
+    assert run("show", "acme", "--option", "size").exit_code != 0
