@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from kvcache_core.accounting import sequence_statistics
 from kvcache_core.block_table import BlockTable, MutableBlockTable
 from kvcache_core.errors import HandleError, ShapeError, StepError
 from kvcache_core.geometry import LayerSpec
@@ -314,7 +315,7 @@ class KvCacheHandle:
 
     def stats(self) -> CacheHandleStats:
         """Memory, blocks, tokens and last use of this sequence, at this moment."""
-        return self._live().store.statistics(self._sequence)
+        return sequence_statistics(self._live().store, self._sequence)
 
     def as_any(self) -> Any:
         """Return this handle typed as Any, for backend-specific access without a check."""

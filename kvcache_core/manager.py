@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
+from kvcache_core.accounting import audit_cache, cache_statistics
 from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
 from kvcache_core.config import PrefixCacheConfig
@@ -23,7 +24,8 @@ from kvcache_core.pressure import PressureCallback, PressureMonitor
 from kvcache_core.request import AllocationRequest, RequestRules
 from kvcache_core.sequence import CachedSequence, HandleState, unique_id
 from kvcache_core.sequence_store import SequenceStore
-from kvcache_core.stats import CacheGcStats, CacheManagerStats, utilization
+from kvcache_core.sharing import share_prefix
+from kvcache_core.stats import CacheGcStats, CacheManagerStats
 from kvcache_core.step import Step, make_batch, require_named_once
 from kvcache_core.swapping import swap_in, swap_out
 
@@ -340,7 +342,7 @@ class KvCacheManager:
             StepError: One of them is part of an open step.
             CacheFullError: The backend has to copy something and there is no room; nothing changes.
         """
-        self.store.share_prefix(self._own(source), self._own(target), num_tokens)
+        share_prefix(self.store, self._own(source), self._own(target), num_tokens)
 
     def enable_prefix_caching(self, enabled: bool = True) -> None:
         """Switch prefix reuse on or off; switching it off drops what is kept."""
@@ -393,34 +395,7 @@ class KvCacheManager:
 
     def stats(self) -> CacheManagerStats:
         """The cache in numbers, at this moment."""
-        store = self.store
-        with store.locked():
-            books, allocator, block_bytes = store.books, store.books.allocator, self.bytes_per_block
-            return CacheManagerStats(
-                total_bytes=allocator.total_block_count * block_bytes,
-                used_bytes=books.used_blocks * block_bytes,
-                storage_bytes=self.storage.nbytes,
-                active_caches=len(store.live),
-                tokens_stored=sum(sequence.num_tokens for sequence in store.live.values()),
-                utilization=utilization(store.live.values(), allocator),
-                total_blocks=allocator.total_block_count,
-                used_blocks=books.used_blocks,
-                cached_blocks=allocator.cached_block_count,
-                loose_blocks=allocator.loose_block_count,
-                free_blocks=allocator.free_block_count,
-                cached_prefixes=len(store.prefixes.retained),
-                hit_rate=store.prefixes.hit_rate,
-                evictions=store.prefixes.evictions,
-                tier_blocks=self.storage.tier_blocks,
-                tier_free_blocks=self.storage.tier_free_blocks,
-                demoted_blocks=len(store.prefixes.demoted),
-                demotions=store.prefixes.demoted.demotions,
-                promotions=store.prefixes.demoted.promotions,
-                demoted_evictions=store.prefixes.demoted.dropped,
-                allocations=store.allocations,
-                failures=books.failures,
-                pressure=store.pressure.level(books.used_blocks, allocator.total_block_count),
-            )
+        return cache_statistics(self.store)
 
     def gc(self) -> CacheGcStats:
         """Give back what unreachable handles and outdated prefixes still hold, and report it.
@@ -501,7 +476,7 @@ class KvCacheManager:
         Every block must be in exactly one state, every reference count must equal the number of tables that name
         the block, and every table must have room for its tokens. The storage adds its own findings.
         """
-        return self.store.audit()
+        return audit_cache(self.store)
 
     def reset(self) -> None:
         """Drop every sequence; all handles become stale. Open steps are undone.

@@ -13,13 +13,12 @@ from operator import add
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_core.allocator import BlockAllocator
-from kvcache_core.audit import audit_books, audit_prefixes, audit_tier
 from kvcache_core.block_table import blocks_for
 from kvcache_core.books import Books
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.errors import CacheFullError, HandleError, ShapeError, StepError
 from kvcache_core.eviction import CacheEvictionPolicy
-from kvcache_core.locking import Guard, process_generation
+from kvcache_core.locking import Guard
 from kvcache_core.new_tokens import PackedTokens
 from kvcache_core.observing import EventQueue
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
@@ -27,9 +26,9 @@ from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.pressure import PressureMonitor
 from kvcache_core.request import check_request_id
 from kvcache_core.sequence import CachedSequence, HandleState, unique_id
-from kvcache_core.stats import CacheHandleStats
 from kvcache_core.storage import Storage
 from kvcache_core.transaction import Transaction, Transactions
+from kvcache_core.usability import Usability
 from kvcache_core.validation import show
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _ACTIVE = HandleState.ACTIVE
 _LOOKUPS = frozenset({"prefix_hit", "prefix_miss"})
 
 
-class SequenceStore:
+class SequenceStore(Usability):
     """The sequences, blocks and lock of one cache.
 
     Attributes:
@@ -51,7 +50,6 @@ class SequenceStore:
         prefixes: What is kept for reuse.
         pressure: The watch over the budget.
         live: Request id -> sequence, in order of allocation.
-        generation: Rises when the cache is reset; sequences of an older one are stale.
         allocations: Sequences opened or forked so far.
         reclaimed_sequences: Sequences so far that were given back because their handles had been dropped.
         reclaimed_blocks: Blocks that this freed.
@@ -65,16 +63,15 @@ class SequenceStore:
         eviction_policy: CacheEvictionPolicy,
         events: EventQueue,
     ) -> None:
+        super().__init__()
         spec = storage.spec
         self.storage = storage
         self.events = events
         self.pressure = pressure
         self.live: dict[str, CachedSequence] = {}
-        self.generation = 0
         self.allocations = 0
         self.reclaimed_sequences = 0
         self.reclaimed_blocks = 0
-        self.closed = False
         self._guard = Guard(self.require_usable, self._settle_dropped, self._note_pressure, self.catch_up)
         self.books = Books(
             BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, events, scrub=spec.scrub
@@ -83,74 +80,10 @@ class SequenceStore:
         self.books.make_room = self.prefixes.make_room
         self._steps = Transactions(self.books, storage, self.prefixes, events)
         self._dropped: deque[CachedSequence | Transaction] = deque()
-        self._process = process_generation()
-
-    # -- whether it can be used --------------------------------------------------------------------------
-
-    @property
-    def _is_usable(self) -> bool:
-        return not self.closed and self._process == process_generation()
-
-    @property
-    def unusable(self) -> HandleError | None:
-        """Why nothing here can be used any more, or None."""
-        if self._is_usable:
-            return None
-        if self.closed:
-            return HandleError("the cache was closed; open it again", reason="closed")
-        return HandleError(
-            "the cache was opened before this process was forked; open one of its own in the child",
-            reason="forked-process",
-        )
-
-    def require_usable(self) -> None:
-        """Raise HandleError if the cache is closed or this is a forked child."""
-        if self.closed or self._process != process_generation():  # not by the properties: every operation asks twice
-            problem = self.unusable
-            if problem is not None:
-                raise problem
 
     def locked(self) -> Guard:
         """The lock, for a `with` statement; entering it raises HandleError if the cache cannot be used."""
         return self._guard
-
-    def problem_with(self, sequence: CachedSequence) -> HandleError | None:
-        """Why this sequence cannot be used, or None."""
-        if sequence.state is _ACTIVE and sequence.generation == self.generation and self._is_usable:
-            return None
-        return self._explained(sequence)
-
-    def _explained(self, sequence: CachedSequence) -> HandleError | None:
-        problem = self.unusable
-        if problem is not None:
-            return problem
-        name = sequence.request_id
-        if sequence.generation != self.generation:
-            return HandleError(
-                f"the handle of {name!r} is from before the cache was reset; allocate again", reason="stale"
-            )
-        if sequence.state is HandleState.FREED:
-            return HandleError(f"the handle of {name!r} was freed; allocate or fork a new one", reason="freed")
-        if sequence.state is HandleState.SWAPPED:
-            return HandleError(f"the cache of {name!r} is swapped out; swap it in first", reason="swapped")
-        return None
-
-    def require_freeable(self, sequence: CachedSequence, operation: str) -> None:
-        """As `require_changeable`, but a sequence that is swapped out will do."""
-        if sequence.state is not HandleState.SWAPPED or sequence.generation != self.generation:
-            self.require_changeable(sequence, operation)
-
-    def require_changeable(self, sequence: CachedSequence, operation: str) -> None:
-        """Raise unless the sequence is usable and no open step includes it. Under the lock."""
-        if sequence.state is _ACTIVE and sequence.generation == self.generation and sequence.transaction is None:
-            return
-        problem = self.problem_with(sequence)
-        if problem is not None:
-            raise problem
-        if sequence.transaction is not None:
-            raise StepError(
-                f"cannot {operation} {sequence.request_id!r} while it is part of an open step; commit or abort the step"
-            )
 
     # -- opening and freeing -----------------------------------------------------------------------------
 
@@ -180,8 +113,8 @@ class SequenceStore:
                 sequence.capacity = self.prefixes.capacity(max_tokens)
                 sequence.slot = self.storage.open(sequence.capacity)
             else:
-                slot, sequence.blocks = self._fork_memory(hit.home, hit.num_tokens)
-                self._start_with(sequence, hit.home, slot, hit.num_tokens)
+                slot, sequence.blocks = self.fork_memory(hit.home, hit.num_tokens)
+                self.start_with(sequence, hit.home, slot, hit.num_tokens)
                 sequence.deduplicated = hit.tip.depth
                 self.prefixes.index.hold(sequence, hit.tip)
             self._enter(sequence)  # before room is made: the eviction has to see what it holds
@@ -222,8 +155,11 @@ class SequenceStore:
         elif found.num_tokens and "prefix_hit" in self.events.wanted:
             self.events.note("prefix_hit", sequence, num_tokens=found.num_tokens, **facts)
 
-    def _fork_memory(self, source: CachedSequence, num_tokens: int) -> tuple[Any, list[int]]:
-        """Return a slot that starts with the first tokens of `source`, and those of its blocks that it shares."""
+    def fork_memory(self, source: CachedSequence, num_tokens: int) -> tuple[Any, list[int]]:
+        """Return a slot that starts with the first tokens of `source`, and those of its blocks that it shares.
+
+        Under the lock.
+        """
         shared_tokens = self.storage.shared_tokens(source.slot, num_tokens)
         slot = self.storage.fork(source.slot, num_tokens)
         size = self.books.block_size
@@ -232,7 +168,7 @@ class SequenceStore:
         return slot, blocks
 
     @staticmethod
-    def _start_with(sequence: CachedSequence, source: CachedSequence, slot: Any, num_tokens: int) -> None:
+    def start_with(sequence: CachedSequence, source: CachedSequence, slot: Any, num_tokens: int) -> None:
         """Note that an empty sequence now has this slot, which starts with tokens of `source`."""
         sequence.slot = slot
         sequence.capacity = source.capacity
@@ -256,9 +192,9 @@ class SequenceStore:
             sequence = CachedSequence(
                 unique_id("kv"), name, source.max_tokens, self.generation, source.priority, None, []
             )
-            slot, sequence.blocks = self._fork_memory(source, source.num_tokens)
+            slot, sequence.blocks = self.fork_memory(source, source.num_tokens)
             shared_blocks = len(sequence.blocks)
-            self._start_with(sequence, source, slot, source.num_tokens)
+            self.start_with(sequence, source, slot, source.num_tokens)
             sequence.prefix_key = source.prefix_key
             self.prefixes.index.hold(sequence, source.tip)
             sequence.deduplicated = source.deduplicated
@@ -280,63 +216,6 @@ class SequenceStore:
                     shared_blocks=shared_blocks,
                 )
             return sequence
-
-    def share_prefix(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> None:
-        """Make an empty sequence start with the first `num_tokens` tokens of another."""
-        with self.locked():
-            self._require_shareable(source, target, num_tokens)
-            size = self.books.block_size
-            slot, shared = self._fork_memory(source, num_tokens)
-            room = max(blocks_for(num_tokens, size), len(target.blocks))  # what was reserved stays reserved
-            missing = room - len(shared) - len(target.blocks)
-            try:
-                taken = self.books.take(max(0, missing), purpose=f"to share {num_tokens} tokens")
-            except BaseException:
-                self._give_back(slot, shared)
-                raise
-            blocks = [*shared, *target.blocks, *taken]
-            replaced, target.blocks = target.slot, blocks[:room]
-            self._start_with(target, source, slot, num_tokens)
-            target.version += 1
-            target.touch()
-            self._take_over_names(source, target, num_tokens // size)
-            if "prefix_shared" in self.events.wanted:
-                self.events.note(
-                    "prefix_shared",
-                    target,
-                    source_request_id=source.request_id,
-                    source_cache_id=source.cache_id,
-                    num_tokens=num_tokens,
-                )
-            try:
-                self.books.release(blocks[room:])
-            finally:
-                self.storage.close(replaced)
-
-    def _require_shareable(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> None:
-        """Raise unless `target` can start with so many tokens of `source`."""
-        self.require_changeable(source, "share a prefix of")
-        self.require_changeable(target, "share a prefix with")
-        most = min(source.num_tokens, target.max_tokens)
-        if target.num_tokens or target is source:
-            raise ShapeError(f"{target.request_id!r} must be another sequence, and empty, to take over a prefix")
-        if type(num_tokens) is not int or not 0 <= num_tokens <= most:
-            raise ShapeError(f"share_prefix takes an int from 0 to {most} tokens, not {show(num_tokens)}")
-        if source.capacity < target.max_tokens and self.storage.placement == "contiguous":
-            raise ShapeError(
-                f"{target.request_id!r} may hold {target.max_tokens} tokens and memory like that of "
-                f"{source.request_id!r} only {source.capacity}; allocate both with the same max_sequence_length"
-            )
-
-    def _take_over_names(self, source: CachedSequence, target: CachedSequence, num_blocks: int) -> None:
-        """Let prompts find the shared prefix through `target` too, if those that may find one may find the other."""
-        if not target.num_tokens:
-            return
-        if source.prefix_key != target.prefix_key:
-            target.prefix_key = None  # what it holds was computed under one key, and what follows under another
-        elif source.tip is not None:
-            self.prefixes.index.hold(target, source.tip.ancestor(num_blocks))
-            target.deduplicated = min(source.deduplicated, num_blocks)
 
     def add_reference(self, sequence: CachedSequence) -> None:
         """One more handle refers to the sequence."""
@@ -381,7 +260,7 @@ class SequenceStore:
 
     def close(self) -> None:
         """Free everything and shut the storage down; a second call, or one in a forked child, does nothing."""
-        if self.closed or self._process != process_generation():
+        if self.unusable is not None:
             self.closed = True
             return
         self._guard.try_enter(wait=True)
@@ -513,33 +392,6 @@ class SequenceStore:
 
     # -- helpers -----------------------------------------------------------------------------------------
 
-    def statistics(self, sequence: CachedSequence) -> CacheHandleStats:
-        """One sequence in numbers."""
-        with self.locked():
-            size, block_bytes = self.books.block_size, self.storage.bytes_per_block
-            references = [self.books.allocator.references(block) for block in sequence.blocks]
-            room = len(references) * size
-            return CacheHandleStats(
-                memory_bytes=round(sum(block_bytes / count for count in references)),
-                total_memory_bytes=block_bytes * len(references),
-                blocks_allocated=len(references),
-                shared_blocks=sum(count > 1 for count in references),
-                tokens_stored=sequence.num_tokens,
-                utilization=sequence.num_tokens / room if room else 0.0,
-                last_access=sequence.last_access,
-            )
-
-    def audit(self) -> tuple[str, ...]:
-        """Every inconsistency in the books and in the storage's own."""
-        with self.locked():
-            retained = self.prefixes.retained.values()
-            return (
-                *audit_books(self.books.allocator, self.live.values(), retained),
-                *audit_prefixes(self.prefixes.index, self.live.values(), retained),
-                *audit_tier(self.storage, self.live.values(), self.prefixes.demoted),
-                *self.storage.audit(),
-            )
-
     def _enter(self, sequence: CachedSequence) -> CachedSequence:
         self.live[sequence.request_id] = sequence
         self.allocations += 1
@@ -585,9 +437,10 @@ class SequenceStore:
         if ticket is not None:  # it has neither blocks nor a slot
             self.storage.drop_swapped(ticket)
         else:
-            self._give_back(slot, blocks)
+            self.give_back(slot, blocks)
 
-    def _give_back(self, slot: Any, blocks: list[int]) -> None:
+    def give_back(self, slot: Any, blocks: list[int]) -> None:
+        """Release blocks and close a slot, the one even if the other fails. Under the lock."""
         try:
             self.books.release(blocks)
         finally:
