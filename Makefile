@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 
-.PHONY: help demo test test-fast test-metal lint format bench bench-peers bench-smoke clean
+.PHONY: help demo test test-fast test-metal lint format sanitize bench bench-peers bench-smoke clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
-$(STAMP): pyproject.toml plugins/cpu/pyproject.toml plugins/cuda/pyproject.toml plugins/metal/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml plugins/cpu/pyproject.toml $(wildcard plugins/cpu/src/kvcache_cpu/native/*.[ch]) plugins/cuda/pyproject.toml plugins/metal/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -40,6 +40,18 @@ lint: $(STAMP)  ## ruff and mypy
 format: $(STAMP)  ## Rewrite the sources as ruff likes them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+SANITIZED := build/sanitize/kvcache_cpu/native/_attend.so
+
+sanitize: $(STAMP)  ## Tests of the compiled kernel on a build that watches memory and undefined behaviour
+	rm -rf build/sanitize
+	mkdir -p build/sanitize
+	cp -r plugins/cpu/src/kvcache_cpu build/sanitize/
+	CFLAGS='-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all' \
+	    PYTHONPATH=plugins/cpu $(BIN)/python -c "import sys; from pathlib import Path; import hatch_build; \
+	    sys.exit(hatch_build.compile_kernel(Path('$(SANITIZED)').with_name('attend.c'), Path('$(SANITIZED)')))"
+	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize \
+	    $(BIN)/python -m pytest plugins/cpu/tests/native/test_kernel.py
 
 bench: $(STAMP)  ## Measure against the caches that are installed; prints ratios
 	$(BIN)/kvcache bench

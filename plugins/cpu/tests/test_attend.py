@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvcache_core.geometry import CacheGeometry
+from kvcache_cpu.options import CpuOptions
 from plugins.cpu.tests.driver import MIXED, Driver, MakeDriver, Sequence, reference_attention
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -73,6 +74,32 @@ def test_a_ragged_batch_equals_its_sequences_one_by_one(driver: Driver) -> None:
         got = driver.attend(batch, layer, query)
         parts = [expected(s, layer, q) for s, q in zip(sequences, query.split(new), strict=True)]
         assert_close(got, torch.cat(parts))
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_long_and_short_parts_of_one_batch_equal_their_sequences_one_by_one(
+    kind: str, make_driver: MakeDriver, attention: str, window: int | None
+) -> None:
+    driver = make_driver(options=CpuOptions.model_validate({"memory": kind, "attention": attention}))
+    sequences = [filled(driver, length) for length in (3, 17, 33, 5, 0, 60)]
+    new = [40, 1, 0, 17, 16, 2]
+    batch = driver.write({s: driver.random_rows(n) for s, n in zip(sequences, new, strict=True)})
+    for layer in MIXED.caching_layers:
+        query = random_query(driver, sum(new), layer)
+        got = driver.attend(batch, layer, query, window=window)
+        parts = [expected(s, layer, q, window=window) for s, q in zip(sequences, query.split(new), strict=True)]
+        assert_close(got, torch.cat(parts))
+
+
+def test_a_step_attends_over_the_memory_of_now_after_a_sequence_has_grown_in_another(driver: Driver) -> None:
+    first, second = filled(driver, 5), filled(driver, 7)
+    batch = driver.write({first: driver.random_rows(1), second: driver.random_rows(2)})
+    query = random_query(driver, 3, 0)
+    before = driver.attend(batch, 0, query)
+    driver.append(first, 300)  # in heap memory its rows move
+    driver.append(second, 300)
+    assert torch.equal(driver.attend(batch, 0, query), before)
 
 
 @pytest.mark.parametrize("query_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -184,6 +211,7 @@ def test_pytorch_162588_a_long_prefill_builds_no_mask_of_its_whole_square(mapped
 import resource, torch
 from plugins.cpu.tests.driver import Driver
 from kvcache_core.geometry import CacheGeometry
+from kvcache_cpu.options import CpuOptions
 torch.set_num_threads(1)
 driver = Driver("mapped", CacheGeometry.uniform(1, 1, 4), max_sequence_length=40_000)
 sequence = driver.open()

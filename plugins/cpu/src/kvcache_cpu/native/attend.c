@@ -45,10 +45,61 @@ typedef struct {
 
 typedef void meet_rows(const piece *x, int row, int rows, int64_t first, int64_t stop);
 
+typedef void take_row(const char *row, int64_t dim, float sign, float *out);
+typedef void give_row(const float *sums, int64_t dim, float share, char *row);
+
 typedef struct {
     int width; /* floats in a vector */
     meet_rows *meet[3];
+    take_row *take[3];
+    give_row *give[3];
 } level_kernel;
+
+/* -- elements ------------------------------------------------------------------------------------------------- */
+
+static float from_bits(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static uint32_t to_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float half_to_float(uint16_t h)
+{
+    const uint32_t magnitude = h & 0x7fffu;
+    const uint32_t bits = to_bits(from_bits(magnitude << 13) * 0x1p112f);
+    return from_bits(bits | (magnitude >= 0x7c00u ? 0x7f800000u : 0) | (uint32_t)(h & 0x8000u) << 16);
+}
+
+static uint16_t float_to_half(float x)
+{
+    const uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude > 0x7f800000u)
+        half = 0x7e00u;
+    else if (magnitude >= 0x477ff000u) /* 65520 and above */
+        half = 0x7c00u;
+    else if (magnitude < 0x38800000u) /* subnormal: in units of the last place of 0.5 */
+        half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    else
+        half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
+    return (uint16_t)(sign | half);
+}
+
+static uint16_t float_to_bfloat(float x)
+{
+    const uint32_t bits = to_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
 
 #define FN static inline __attribute__((always_inline)) TARGET
 #define L(name) name##_portable
@@ -130,51 +181,7 @@ void kvcache_use_openmp(void *function)
 #endif
 }
 
-/* -- elements ------------------------------------------------------------------------------------------------- */
-
-static float from_bits(uint32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static uint32_t to_bits(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static float half_to_float(uint16_t h)
-{
-    const uint32_t magnitude = h & 0x7fffu;
-    const uint32_t bits = to_bits(from_bits(magnitude << 13) * 0x1p112f);
-    return from_bits(bits | (magnitude >= 0x7c00u ? 0x7f800000u : 0) | (uint32_t)(h & 0x8000u) << 16);
-}
-
-static uint16_t float_to_half(float x)
-{
-    const uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-    uint32_t half;
-    if (magnitude > 0x7f800000u)
-        half = 0x7e00u;
-    else if (magnitude >= 0x477ff000u) /* 65520 and above */
-        half = 0x7c00u;
-    else if (magnitude < 0x38800000u) /* subnormal: in units of the last place of 0.5 */
-        half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
-    else
-        half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
-    return (uint16_t)(sign | half);
-}
-
-static uint16_t float_to_bfloat(float x)
-{
-    const uint32_t bits = to_bits(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u)
-        return (uint16_t)(bits >> 16 | 0x40u);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
+/* -- rows of any dtype ----------------------------------------------------------------------------------------- */
 
 /* Where element `i` of a row lies among the chunks of `2 * width` that the kernel works on. */
 static inline int64_t place(int dtype, int64_t width, int64_t i)
@@ -183,41 +190,37 @@ static inline int64_t place(int dtype, int64_t width, int64_t i)
     return dtype == KVCACHE_BF16 ? i - in_chunk + (in_chunk & 1) * width + (in_chunk >> 1) : i;
 }
 
-static void load_row(int kv_dtype, int64_t width, const char *row, int dtype, int64_t dim, int64_t padded,
-                     float sign, float *out)
+static void load_row(const level_kernel *kernel, int kv_dtype, const char *row, int dtype, int64_t dim, float sign,
+                     int64_t padded, float *out)
 {
-    memset(out, 0, (size_t)padded * sizeof *out);
-    if (dtype == KVCACHE_F32) {
-        const float *x = (const float *)row;
-        for (int64_t i = 0; i < dim; i++)
-            out[place(kv_dtype, width, i)] = sign * x[i];
+    if (dtype == kv_dtype) {
+        kernel->take[dtype](row, dim, sign, out);
         return;
     }
-    const uint16_t *x = (const uint16_t *)row;
-    if (dtype == KVCACHE_BF16)
-        for (int64_t i = 0; i < dim; i++)
-            out[place(kv_dtype, width, i)] = sign * from_bits((uint32_t)x[i] << 16);
-    else
-        for (int64_t i = 0; i < dim; i++)
-            out[place(kv_dtype, width, i)] = sign * half_to_float(x[i]);
+    memset(out, 0, (size_t)padded * sizeof *out);
+    for (int64_t i = 0; i < dim; i++) {
+        const float x = dtype == KVCACHE_F32    ? ((const float *)row)[i]
+                        : dtype == KVCACHE_BF16 ? from_bits((uint32_t)((const uint16_t *)row)[i] << 16)
+                                                : half_to_float(((const uint16_t *)row)[i]);
+        out[place(kv_dtype, kernel->width, i)] = sign * x;
+    }
 }
 
-static void store_row(int kv_dtype, int64_t width, const float *sums, float total, int dtype, int64_t dim, char *row)
+static void store_row(const level_kernel *kernel, int kv_dtype, const float *sums, float total, int dtype, int64_t dim,
+                      char *row)
 {
     const float share = 1.0f / total;
-    if (dtype == KVCACHE_F32) {
-        float *out = (float *)row;
-        for (int64_t i = 0; i < dim; i++)
-            out[i] = sums[place(kv_dtype, width, i)] * share;
+    if (dtype == kv_dtype) {
+        kernel->give[dtype](sums, dim, share, row);
         return;
     }
-    uint16_t *out = (uint16_t *)row;
-    if (dtype == KVCACHE_BF16)
-        for (int64_t i = 0; i < dim; i++)
-            out[i] = float_to_bfloat(sums[place(kv_dtype, width, i)] * share);
-    else
-        for (int64_t i = 0; i < dim; i++)
-            out[i] = float_to_half(sums[place(kv_dtype, width, i)] * share);
+    for (int64_t i = 0; i < dim; i++) {
+        const float x = sums[place(kv_dtype, kernel->width, i)] * share;
+        if (dtype == KVCACHE_F32)
+            ((float *)row)[i] = x;
+        else
+            ((uint16_t *)row)[i] = dtype == KVCACHE_BF16 ? float_to_bfloat(x) : float_to_half(x);
+    }
 }
 
 /* -- the line of work ----------------------------------------------------------------------------------------- */
@@ -311,7 +314,7 @@ static void finish(const job *j, const unit *u, const piece *x)
     for (int64_t r = 0; r < u->rows; r++) {
         const int64_t token = j->sequences[u->sequence].row + (u->row + r) / j->group_size;
         const int64_t head = u->head * j->group_size + (u->row + r) % j->group_size;
-        store_row((int)g->dtype, j->kernel->width, x->sums + r * j->value_padded, x->total[r], j->query_dtype,
+        store_row(j->kernel, (int)g->dtype, x->sums + r * j->value_padded, x->total[r], j->query_dtype,
                   g->value_head_dim, j->out + (token * j->num_heads + head) * bytes);
     }
 }
@@ -373,8 +376,8 @@ static void do_part(job *j, int64_t task, unit *u, int64_t first, int64_t stop)
     for (int64_t r = 0; r < u->rows; r++) {
         const int64_t token = j->sequences[u->sequence].row + (u->row + r) / j->group_size;
         const int64_t head = u->head * j->group_size + (u->row + r) % j->group_size;
-        load_row((int)g->dtype, j->kernel->width, j->query + token * j->query_token + head * j->query_head,
-                 j->query_dtype, g->head_dim, j->dim_padded, j->sign, query + r * j->dim_padded);
+        load_row(j->kernel, (int)g->dtype, j->query + token * j->query_token + head * j->query_head, j->query_dtype,
+                 g->head_dim, j->sign, j->dim_padded, query + r * j->dim_padded);
         x.most[r] = -FLT_MAX;
         x.total[r] = 0;
     }
@@ -487,8 +490,8 @@ int kvcache_attend(const kvcache_group *group, const kvcache_sequence *sequences
         return -1;
     list_units(&j, num_sequences);
 
-    /* A core multiplies some 16 pairs of numbers a nanosecond; reading costs what two rows do. */
-    const int64_t ns = j.cost * (group->head_dim + group->value_head_dim) / 16;
+    /* A core multiplies some 32 pairs of numbers a nanosecond. */
+    const int64_t ns = j.cost * (group->head_dim + group->value_head_dim) / 32;
     int64_t workers = openmp == NULL || forked ? 1 : max64(1, min64(threads, ns / NS_A_THREAD));
     j.num_tasks = workers == 1 ? 1 : max64(workers, min64(workers * TASKS_A_THREAD, ns / NS_A_TASK));
     j.state_floats = round_up(2 * MOST_ROWS + j.rows * j.value_padded, 16);

@@ -109,3 +109,25 @@ FN void L(v_part)(int dtype, const char *p, int count, V *a, V *b)
         *b = _mm256_setzero_ps();
     }
 }
+/* To bfloat16, in the upper half of each. */
+FN __m256i L(v_round)(V x)
+{
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i near = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(near, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+FN void L(v_write)(int dtype, char *p, V a, V b)
+{
+    if (dtype == KVCACHE_F32) {
+        _mm256_storeu_ps((float *)p, a);
+        _mm256_storeu_ps((float *)p + W, b);
+    } else if (dtype == KVCACHE_BF16) {
+        const __m256i even = _mm256_srli_epi32(L(v_round)(a), 16);
+        _mm256_storeu_si256((__m256i *)p, _mm256_blend_epi16(even, L(v_round)(b), 0xaa));
+    } else {
+        _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128((__m128i *)p + 1, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
+    }
+}

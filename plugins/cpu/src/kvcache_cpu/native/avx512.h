@@ -87,3 +87,24 @@ FN void L(v_part)(int dtype, const char *p, int count, V *a, V *b)
         *b = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(second, (const __m256i *)p + 1));
     }
 }
+FN __m512i L(v_round)(V x)
+{
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
+    const __m512i nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    return _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+}
+FN void L(v_write)(int dtype, char *p, V a, V b)
+{
+    if (dtype == KVCACHE_F32) {
+        _mm512_storeu_ps((float *)p, a);
+        _mm512_storeu_ps((float *)p + W, b);
+    } else if (dtype == KVCACHE_BF16) {
+        const __m512i even = _mm512_srli_epi32(L(v_round)(a), 16);
+        _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaa, even, L(v_round)(b)));
+    } else {
+        _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+        _mm256_storeu_si256((__m256i *)p + 1, _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
+    }
+}

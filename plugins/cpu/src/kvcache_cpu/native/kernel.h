@@ -288,21 +288,62 @@ FN void L(meet)(const int dtype, const piece *x, int row, int rows, int64_t firs
     }
 }
 
-TARGET static void L(meet_f32)(const piece *x, int row, int rows, int64_t first, int64_t stop)
+/* Spreads a row over chunks; it has the dtype of the keys, so that these lie alike. */
+FN void L(take)(const int dtype, const char *row, int64_t dim, float sign, float *out)
 {
-    L(meet)(KVCACHE_F32, x, row, rows, first, stop);
-}
-TARGET static void L(meet_bf16)(const piece *x, int row, int rows, int64_t first, int64_t stop)
-{
-    L(meet)(KVCACHE_BF16, x, row, rows, first, stop);
-}
-TARGET static void L(meet_f16)(const piece *x, int row, int rows, int64_t first, int64_t stop)
-{
-    L(meet)(KVCACHE_F16, x, row, rows, first, stop);
+    const V factor = L(v_set)(sign);
+    for (int64_t i = 0; i < dim; i += 2 * W, row += 2 * W * SIZE_OF(dtype)) {
+        V a, b;
+        if (dim - i < 2 * W)
+            L(v_part)(dtype, row, (int)(dim - i), &a, &b);
+        else
+            L(v_chunk)(dtype, row, &a, &b);
+        L(v_store)(out + i, L(v_mul)(a, factor));
+        L(v_store)(out + i + W, L(v_mul)(b, factor));
+    }
 }
 
-static const level_kernel L(kernel) = {W, {L(meet_f32), L(meet_bf16), L(meet_f16)}};
+/* The reverse, with a factor on all elements. */
+FN void L(give)(const int dtype, const float *sums, int64_t dim, float share, char *row)
+{
+    const V factor = L(v_set)(share);
+    for (int64_t i = 0; i < dim; i += 2 * W, row += 2 * W * SIZE_OF(dtype)) {
+        const V a = L(v_mul)(L(v_load)(sums + i), factor), b = L(v_mul)(L(v_load)(sums + i + W), factor);
+        if (dim - i >= 2 * W) {
+            L(v_write)(dtype, row, a, b);
+        } else {
+            char whole[2 * W * 4];
+            L(v_write)(dtype, whole, a, b);
+            memcpy(row, whole, (size_t)(dim - i) * SIZE_OF(dtype));
+        }
+    }
+}
 
+#define FOR_DTYPE(NAME, DTYPE)                                                                                     \
+    TARGET static void L(meet_##NAME)(const piece *x, int row, int rows, int64_t first, int64_t stop)              \
+    {                                                                                                              \
+        L(meet)(DTYPE, x, row, rows, first, stop);                                                                 \
+    }                                                                                                              \
+    TARGET static void L(take_##NAME)(const char *row, int64_t dim, float sign, float *out)                        \
+    {                                                                                                              \
+        L(take)(DTYPE, row, dim, sign, out);                                                                       \
+    }                                                                                                              \
+    TARGET static void L(give_##NAME)(const float *sums, int64_t dim, float share, char *row)                      \
+    {                                                                                                              \
+        L(give)(DTYPE, sums, dim, share, row);                                                                     \
+    }
+FOR_DTYPE(f32, KVCACHE_F32)
+FOR_DTYPE(bf16, KVCACHE_BF16)
+FOR_DTYPE(f16, KVCACHE_F16)
+
+static const level_kernel L(kernel) = {
+    W,
+    {L(meet_f32), L(meet_bf16), L(meet_f16)},
+    {L(take_f32), L(take_bf16), L(take_f16)},
+    {L(give_f32), L(give_bf16), L(give_f16)},
+};
+
+#undef FOR_DTYPE
 #undef FOLDED
 #undef BY_ROWS
 #undef WITH_ROWS

@@ -111,3 +111,23 @@ FN void L(v_part)(int dtype, const char *p, int count, V *a, V *b)
     memcpy(whole, p, (size_t)count * SIZE_OF(dtype));
     L(v_chunk)(dtype, whole, a, b);
 }
+/* The reverse of v_chunk, rounding to nearest. */
+FN void L(v_write)(int dtype, char *p, V a, V b)
+{
+    if (dtype == KVCACHE_F32) {
+        memcpy(p, &a, sizeof a);
+        memcpy(p + sizeof a, &b, sizeof b);
+        return;
+    }
+    uint16_t out[2 * W];
+    for (int i = 0; i < W; i++) {
+        if (dtype == KVCACHE_BF16) {
+            out[2 * i] = float_to_bfloat(a[i]);
+            out[2 * i + 1] = float_to_bfloat(b[i]);
+        } else {
+            out[i] = float_to_half(a[i]);
+            out[W + i] = float_to_half(b[i]);
+        }
+    }
+    memcpy(p, out, sizeof out);
+}
