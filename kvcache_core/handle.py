@@ -311,6 +311,16 @@ class KvCacheHandle:
             self._freed = True
             store.drop_reference(self._sequence)
 
+    def discard(self) -> None:
+        """Give this reference back from a finalizer: by the next operation, if the cache is in use right now.
+
+        Neither waits for a lock nor calls an observer, since the garbage collector runs finalizers anywhere, also
+        inside this very cache. Does nothing where there is nothing to give back.
+        """
+        if not self._freed and self._is_freeable:
+            self._freed = True
+            self._manager.store.release_dropped(self._sequence)
+
     # -- about -------------------------------------------------------------------------------------------
 
     def stats(self) -> CacheHandleStats:
@@ -367,11 +377,9 @@ class KvCacheHandle:
     def __del__(self) -> None:
         if sys.is_finalizing() or getattr(self, "_freed", True) or not self._is_freeable:
             return
-        self._freed = True
-        name = self._sequence.request_id
-        self._manager.store.release_dropped(self._sequence)
+        self.discard()
         warnings.warn(
-            f"handle of {name!r} was dropped without free(); its memory has been given back",
+            f"handle of {self._sequence.request_id!r} was dropped without free(); its memory has been given back",
             ResourceWarning,
             stacklevel=2,
         )

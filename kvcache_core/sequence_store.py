@@ -72,6 +72,7 @@ class SequenceStore(Usability):
         self.allocations = 0
         self.reclaimed_sequences = 0
         self.reclaimed_blocks = 0
+        self._abandoned = False
         self._guard = Guard(self.require_usable, self._settle_dropped, self._note_pressure, self.catch_up)
         self.books = Books(
             BlockAllocator(spec.num_blocks, spec.block_size, self._guard), storage, events, scrub=spec.scrub
@@ -265,14 +266,22 @@ class SequenceStore(Usability):
             return
         self._guard.try_enter(wait=True)
         try:
-            if not self.closed:
-                try:
-                    self._drop_all("closed")
-                finally:
-                    self.closed = True
-                    self.storage.shutdown()
+            self._shut_down()
         finally:
             self._guard.leave()
+
+    def close_abandoned(self) -> None:
+        """As `close`, but from a finalizer: when the lock is free, and without a word to observers."""
+        self._abandoned = True
+        self._settle_now()
+
+    def _shut_down(self) -> None:
+        if not self.closed:
+            try:
+                self._drop_all("closed")
+            finally:
+                self.closed = True
+                self.storage.shutdown()
 
     # -- growing and shrinking ---------------------------------------------------------------------------
 
@@ -355,9 +364,13 @@ class SequenceStore(Usability):
         self._settle_now()
 
     def _settle_now(self) -> None:
-        while self._dropped and self.unusable is None and self._guard.try_enter():
-            # A finalizer runs anywhere, also where the caller holds locks of his own: it calls nothing of his.
-            self._guard.leave(quietly=True)
+        while (self._dropped or self._abandoned) and self.unusable is None and self._guard.try_enter():
+            try:
+                if self._abandoned:
+                    self._shut_down()
+            finally:
+                # A finalizer runs anywhere, also where the caller holds locks of his own: it calls nothing of his.
+                self._guard.leave(quietly=True)
 
     def _settle_dropped(self) -> None:
         while self._dropped and not self.closed:
@@ -386,7 +399,7 @@ class SequenceStore(Usability):
 
     def catch_up(self) -> None:
         """Do what waits until the lock is free: give back what was dropped meanwhile, and tell observers."""
-        if self._dropped:
+        if self._dropped or self._abandoned:
             self._settle_now()
         self.events.deliver()
 

@@ -53,6 +53,7 @@ class Step:
         self._written: set[int] = set()
         self._store = manager.store
         self._generation = manager.store.generation
+        self._discarded = False
 
     @cached_property
     def _shown(self) -> Batch:
@@ -296,6 +297,12 @@ class Step:
         self._require_open("abort")
         self._store.finish(self._transaction, keep=False)
 
+    def discard(self) -> None:
+        """Abort from a finalizer, if the step is open; as `KvCacheHandle.discard`."""
+        if self._can_abort and not self._discarded:
+            self._discarded = True
+            self._store.release_dropped(self._transaction)
+
     def __enter__(self) -> Step:
         return self
 
@@ -327,8 +334,8 @@ class Step:
         return self.state == "open" and store.unusable is None and self._generation == store.generation
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and hasattr(self, "_transaction") and self._can_abort:
-            self._store.release_dropped(self._transaction)
+        if not sys.is_finalizing() and hasattr(self, "_transaction") and self._can_abort and not self._discarded:
+            self.discard()
             warnings.warn(
                 "a step was dropped without commit() or abort(); it has been rolled back",
                 ResourceWarning,

@@ -101,7 +101,7 @@ class KvCache(Cache):  # type: ignore[misc]
         self.pass_writer = writer
         self._opener = opener
         self._identity = opener.refresh()
-        self._finalizer = weakref.finalize(self, self.pass_writer.close)
+        self._finalizer = weakref.finalize(self, self.pass_writer.abandon)
         self._lease = lease  # held after the finalizer has run, so the handle is freed before its cache is closed
         self._geometry = geometry = self.manager.geometry
         caching = set(geometry.caching_layers)
@@ -211,7 +211,8 @@ class KvCache(Cache):  # type: ignore[misc]
 
     def free(self) -> None:
         """Give the memory back now. Any further use raises HandleError; freeing twice is harmless."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self.pass_writer.close()
 
     # -- what transformers calls -------------------------------------------------------------------------------
 

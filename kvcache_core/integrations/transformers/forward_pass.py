@@ -20,7 +20,7 @@ from kvcache_core.integrations.transformers.dense import KeyValue, as_model_read
 from kvcache_core.integrations.transformers.open_step import OpenStep
 from kvcache_core.integrations.transformers.pass_plan import PassPlan, SpecialTokens, plan_pass
 from kvcache_core.integrations.transformers.pending import known_mask
-from kvcache_core.integrations.transformers.rows import Row, drop, num_columns
+from kvcache_core.integrations.transformers.rows import Row, discard, drop, num_columns
 from kvcache_core.manager import KvCacheManager
 
 __all__ = ["PassWriter", "not_supported"]
@@ -177,6 +177,13 @@ class PassWriter:
         self._closed = True
         self.roll_back()
         drop(self._rows)
+
+    def abandon(self) -> None:
+        """As `close`, but from a finalizer, where nobody may wait for a lock."""
+        self._closed = True
+        if self._pass.opened is not None:
+            self._pass.opened.abandon()
+        discard(self._rows)
 
     def replace_rows(self, rows: list[Row]) -> None:
         """Hold these rows from now on; former ones that are not among them are freed."""

@@ -11,7 +11,7 @@ from kvcache_core.integrations.transformers.dense import KeyValue, as_model_read
 from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.integrations.transformers.pass_plan import PassPlan
 from kvcache_core.integrations.transformers.pending import WrittenLayer, note_layer
-from kvcache_core.integrations.transformers.rows import Row, drop, pick
+from kvcache_core.integrations.transformers.rows import Row, discard, drop, pick
 from kvcache_core.manager import KvCacheManager
 
 __all__ = ["OpenStep"]
@@ -81,6 +81,11 @@ class OpenStep:
         if self._step.state == "open" and self._former[0].handle.is_valid:
             self._step.abort()
         drop(self._rows, keep=self._former)
+
+    def abandon(self) -> None:
+        """As `abort`, but from a finalizer."""
+        self._step.discard()
+        discard(self._rows)
 
     def _dense(self, layer: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> KeyValue:
         step, plan = self._step, self._plan

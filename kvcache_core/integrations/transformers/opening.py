@@ -24,7 +24,7 @@ class Lease:
         from kvcache_core.opening import open_cache  # noqa: PLC0415 - brings the registry in
 
         self.manager: KvCacheManager = open_cache(config)
-        weakref.finalize(self, self.manager.close)
+        weakref.finalize(self, self.manager.store.close_abandoned)
 
 
 def config_for_model(model: Any, config: CacheConfig | None, overrides: dict[str, Any]) -> CacheConfig:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvcache_core.errors import ShapeError
 from kvcache_core.handle import KvCacheHandle
 
-__all__ = ["Gap", "Row", "Run", "drop", "forget", "forked", "num_columns", "pick", "row_indices"]
+__all__ = ["Gap", "Row", "Run", "discard", "drop", "forget", "forked", "num_columns", "pick", "row_indices"]
 
 
 class Gap(NamedTuple):
@@ -156,6 +156,12 @@ def drop(rows: Iterable[Row], *, keep: Iterable[Row] = ()) -> None:
     for row in rows:
         if id(row.handle) not in kept and row.handle.is_valid:
             row.handle.free()
+
+
+def discard(rows: Iterable[Row]) -> None:
+    """Give the handles of rows back from a finalizer."""
+    for row in rows:
+        row.handle.discard()
 
 
 def forget(rows: Iterable[Row], *, keep: Iterable[Row] = ()) -> None:
