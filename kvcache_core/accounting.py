@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvcache_core.audit import audit_books, audit_prefixes, audit_tier
 from kvcache_core.sequence import CachedSequence
-from kvcache_core.sequence_store import SequenceStore
 from kvcache_core.stats import CacheHandleStats, CacheManagerStats, utilization
+
+if TYPE_CHECKING:
+    from kvcache_core.sequence_store import SequenceStore
 
 __all__ = ["audit_cache", "cache_statistics", "sequence_statistics"]
 

@@ -112,6 +112,14 @@ def test_importing_the_package_loads_nothing_at_all_and_listing_backends_no_mode
     assert loaded_by(listing_backends) & {"pydantic", "pluggy", "torch"} == set()
 
 
+def test_a_plugins_module_does_not_bring_in_configurations_and_their_models() -> None:
+    code = "import sys, kvcache_core.plugin; print(sorted(name for name in sys.modules if 'kvcache_core' in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"kvcache_core.config", "kvcache_core.manager", "kvcache_core.events"} & set(
+        ast.literal_eval(done.stdout)
+    )
+
+
 def test_bookkeeping_needs_no_torch() -> None:
     statement = (
         "from kvcache_core import AllocationRequest, BlockTable, CacheGeometry; "
