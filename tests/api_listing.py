@@ -25,8 +25,10 @@ FROZEN = Path(__file__).with_name("public_api.txt")
 #: Modules that others import from; nothing else is promised.
 MODULES = (
     "kvcache_core",
+    "kvcache_core.attention",
     "kvcache_core.errors",
     "kvcache_core.events",
+    "kvcache_core.paged",
     "kvcache_core.plugin",
     "kvcache_core.testing",
 )
