@@ -178,8 +178,8 @@ def _audit_node(node: PrefixNode, held: dict[CachedSequence, set[int]], index: P
     strangers = [tip.request_id for tip in node.tips or () if tip not in held or tip.tip is not node]
     if strangers:
         problems.append(f"it is not the last one of {', '.join(strangers)}")
-    if not node.children and not node.tips:
+    if node.child is None and not node.tips:
         problems.append("nobody holds it")
-    if node.name != node.parent.name_of_child(node.tokens) or node.parent.children.get(node.tokens) is not node:
+    if node.name != node.parent.name_of_child(node.tokens) or node.parent.follow(node.tokens) is not node:
         problems.append("its name or its place does not fit its tokens")
     return problems

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvcache_core.prefix import MissReason, PrefixKey
 
@@ -36,22 +36,24 @@ class PrefixNode:
         tokens: Its token ids, 8 bytes each; a root's are its encoded key.
         depth: Blocks from the root down to it, itself included.
         home: A sequence that holds it, one that is kept rather than a live one; a root has none.
-        children: The blocks that follow it, by their tokens.
-        tips: The sequences whose tip it is, in order of arrival.
+        child: The first of the blocks that follow it, or None: most have one at most, which is found by a comparison.
+        others: The further ones by their tokens, or None.
+        tips: The sequences whose tip it is, in order of arrival, or None: most blocks are no sequence's last one.
     """
 
-    __slots__ = ("_name", "children", "depth", "home", "parent", "tips", "tokens")
+    __slots__ = ("_name", "child", "depth", "home", "others", "parent", "tips", "tokens")
 
     parent: PrefixNode
     home: CachedSequence
+    child: PrefixNode | None
+    others: dict[bytes, PrefixNode] | None
     tips: dict[CachedSequence, None] | None
     _name: bytes | None
 
     def __init__(self, tokens: bytes, depth: int) -> None:
         self.tokens = tokens
         self.depth = depth
-        self.children: dict[bytes, PrefixNode] = {}
-        self.tips = self._name = None  # made when needed: most blocks are no sequence's last one
+        self.child = self.others = self.tips = self._name = None
 
     @classmethod
     def root(cls, key: PrefixKey) -> PrefixNode:
@@ -62,10 +64,39 @@ class PrefixNode:
 
     def add_child(self, tokens: bytes, home: CachedSequence) -> PrefixNode:
         """Enter a block below this one."""
-        self.children[tokens] = child = PrefixNode(tokens, self.depth + 1)
+        child = PrefixNode(tokens, self.depth + 1)
         child.parent = self
         child.home = home
+        if self.child is None:
+            self.child = child
+        elif self.others is None:
+            self.others = {tokens: child}
+        else:
+            self.others[tokens] = child
         return child
+
+    def remove_child(self, child: PrefixNode) -> None:
+        """Take a block out that follows this one."""
+        if child is not self.child:
+            del cast("dict[bytes, PrefixNode]", self.others)[child.tokens]
+        elif self.others:
+            self.child = self.others.pop(next(iter(self.others)))
+        else:
+            self.child = None
+
+    def follow(self, tokens: bytes) -> PrefixNode | None:
+        """The block with these tokens below this one, or None."""
+        child = self.child
+        if child is None or child.tokens == tokens:
+            return child
+        return None if self.others is None else self.others.get(tokens)
+
+    @property
+    def children(self) -> Sequence[PrefixNode]:
+        """The blocks that follow it, in order of arrival."""
+        if self.child is None:
+            return ()
+        return (self.child, *self.others.values()) if self.others else (self.child,)
 
     @property
     def name(self) -> bytes:
@@ -93,7 +124,7 @@ class PrefixNode:
     def holders(self) -> Iterator[CachedSequence]:
         """Sequences that hold the block: those whose tip it is, and one for each block that follows."""
         yield from self.tips or ()
-        for child in self.children.values():
+        for child in self.children:
             yield child.home
 
 
@@ -121,7 +152,7 @@ class PrefixIndex:
         waiting = list(self._roots.values())
         while waiting:
             node = waiting.pop()
-            waiting += node.children.values()
+            waiting += node.children
             if node.depth:
                 yield node
 
@@ -140,9 +171,13 @@ class PrefixIndex:
         width = self.block_size * token_ids.itemsize
         data = token_ids[: max_blocks * self.block_size].tobytes()
         for start in range(0, len(data), width):
-            child = node.children.get(data[start : start + width])
+            tokens, child = data[start : start + width], node.child
             if child is None:
                 break
+            if child.tokens != tokens:
+                child = None if node.others is None else node.others.get(tokens)
+                if child is None:
+                    break
             node = child
         return node
 
@@ -158,10 +193,10 @@ class PrefixIndex:
         block = token_ids[found * size : (found + 1) * size]
         if self.why_nothing_follows(node.name, token_ids, found) == "evicted":
             return found, "evicted", None
-        if found == 0 and across_salts and any(block.tobytes() in root.children for root in self._roots.values()):
+        if found == 0 and across_salts and any(root.follow(block.tobytes()) for root in self._roots.values()):
             return found, "salt-differs", None
-        common = found * size + max((_common_tokens(block, tokens) for tokens in node.children), default=0)
-        if node.children and common:
+        common = found * size + max((_common_tokens(block, child.tokens) for child in node.children), default=0)
+        if node.child and common:
             return found, "diverged", common
         return found, "never-stored", None
 
@@ -192,7 +227,7 @@ class PrefixIndex:
         count = self._count
         for start in range(0, len(data), width):
             tokens = data[start : start + width]
-            child = node.children.get(tokens)
+            child = node.follow(tokens)
             if child is None:
                 child = node.add_child(tokens, sequence)
                 self._count += 1
@@ -202,12 +237,15 @@ class PrefixIndex:
 
     def hold(self, sequence: CachedSequence, tip: PrefixNode | None) -> None:
         """A sequence holds the blocks down to `tip`, which are in the index, and no more."""
-        if sequence.tip is not None and sequence.tip.tips is not None:
-            sequence.tip.tips.pop(sequence, None)
+        former = sequence.tip
+        if former is not None and former.tips is not None:
+            former.tips.pop(sequence, None)
         sequence.tip = tip
-        if tip is not None:
-            if tip.tips is None:
-                tip.tips = {}
+        if tip is None:
+            return
+        if tip.tips is None:
+            tip.tips = {sequence: None}
+        else:
             tip.tips[sequence] = None
 
     def prefer(self, sequence: CachedSequence) -> list[CachedSequence]:
@@ -237,8 +275,8 @@ class PrefixIndex:
         if node is None or node.depth <= keep:
             return
         self.hold(sequence, None)
-        while node.depth > keep and not node.children and not node.tips:
-            del node.parent.children[node.tokens]
+        while node.depth > keep and node.child is None and not node.tips:
+            node.parent.remove_child(node)
             self._dropped.append(node.name)
             self._count -= 1
             node = node.parent
@@ -251,7 +289,7 @@ class PrefixIndex:
             node = node.parent
         if keep:
             self.hold(sequence, node)
-        elif not node.children:
+        elif node.child is None:
             del self._roots[node.tokens]
 
     def clear(self) -> None:

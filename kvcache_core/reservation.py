@@ -46,25 +46,26 @@ class Reservation:
         If the storage raises, the table is as before and `taken` belongs to the caller again.
         """
         sequence = self.sequence
-        copies = self._enter(books.block_size, list(taken)) if taken else ()
+        copies = self._enter(books.block_size, taken) if taken else ()
         try:
             storage.reserve(sequence.slot, sequence.blocks, self.start, self.stop, copies)
         except BaseException:
             self._restore_table()
             raise
 
-    def _enter(self, size: int, fresh: list[int]) -> Sequence[BlockCopy]:
+    def _enter(self, size: int, taken: Sequence[int]) -> Sequence[BlockCopy]:
         """Extend the table; return the copy of the shared block that is needed."""
-        blocks = self.sequence.blocks
-        copies = []
-        if len(fresh) > max(0, blocks_for(self.stop, size) - self._had_blocks):
-            index = self.start // size
-            old, new = blocks[index], fresh.pop()
-            self._copied = (index, old, new)
-            blocks[index] = new
-            copies.append(BlockCopy(old, new, self.start % size))
-        blocks.extend(fresh)
-        return copies
+        blocks, row = self.sequence.blocks, self.start % size
+        if not row or len(taken) <= max(0, blocks_for(self.stop, size) - self._had_blocks):
+            blocks += taken
+            return ()
+        *fresh, new = taken
+        index = self.start // size
+        old = blocks[index]
+        self._copied = (index, old, new)
+        blocks[index] = new
+        blocks += fresh
+        return [BlockCopy(old, new, row)]
 
     def _restore_table(self) -> None:
         del self.sequence.blocks[self._had_blocks :]

@@ -105,12 +105,12 @@ class Transactions:
         books, storage, rooms = self._books, self._storage, list(transaction.rooms.values())
         needed = sum(room.needed for room in rooms)
         blocks = books.take(needed, purpose=f"for {sum(transaction.tokens.counts)} new tokens") if needed else []
-        applied = 0
+        applied = given = 0
         try:
             for room in rooms:
                 count = room.needed
-                room.apply(books, storage, blocks[:count] if count else ())
-                del blocks[:count]
+                room.apply(books, storage, blocks[given : given + count])
+                given += count
                 applied += 1
         except BaseException:
             try:
@@ -118,7 +118,7 @@ class Transactions:
                     for room in rooms[:applied]:
                         stack.callback(self._undo_one, room.sequence, room.start, room.stop, room)
             finally:
-                books.release(blocks)
+                books.release(blocks[given:])
             raise
 
     def commit(self, transaction: Transaction) -> None:

@@ -102,7 +102,7 @@ class PagedStorage(Storage):
 
     @override
     def reserve(self, slot: None, blocks: Sequence[int], start: int, stop: int, copies: Sequence[BlockCopy]) -> None:
-        if stop > start:
+        if self.takes_memory_lazily and stop > start:
             size = self.spec.block_size
             highest = max(blocks[start // size : -(-stop // size)])
             self._highest_block = max(self._highest_block, highest)
