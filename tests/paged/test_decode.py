@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_core import CacheGeometry, KvCacheManager, ShapeError, StepError
+from kvcache_core import CacheGeometry, KvCacheManager, ShapeError, StepError, UnsupportedError
 from kvcache_core.paged import StaticDecode
 from tests.caches import assert_holds, filled, rows
-from tests.paged.hostpool import open_pool
+from tests.paged.hostpool import LazyHostPool, open_pool
 
 GEOMETRY = CacheGeometry.uniform(2, 2, 8, window=6)
 
@@ -117,6 +117,12 @@ def test_an_aborted_step_cannot_be_loaded(cache: KvCacheManager, static: StaticD
 def test_it_needs_room(cache: KvCacheManager, sequences: int, blocks: int) -> None:
     with pytest.raises(ShapeError):
         StaticDecode(cache.storage, sequences, blocks)
+
+
+def test_it_needs_a_backend_whose_steps_can_be_captured() -> None:
+    with pytest.raises(UnsupportedError, match="tables of a decode step") as caught:
+        StaticDecode(open_pool(LazyHostPool).storage, 3, 4)
+    assert caught.value.capability == "graph_capture"
 
 
 def test_a_layer_that_caches_nothing_is_refused(cache: KvCacheManager, static: StaticDecode) -> None:

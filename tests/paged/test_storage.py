@@ -77,6 +77,14 @@ def test_slots_and_rows_of_another_shape_or_dtype_are_refused(
     assert all(map(torch.equal, snapshot(pool), before))
 
 
+def test_slots_of_a_layer_that_stores_nothing_of_its_own_are_refused() -> None:
+    geometry = CacheGeometry(num_layers=3, groups=({"layers": (0,), "num_kv_heads": 2, "head_dim": 8},), shared={1: 0})
+    storage = open_pool(geometry=geometry).storage
+    for layer in (1, 2):
+        with pytest.raises(ShapeError, match=f"layer {layer} caches nothing of its own"):
+            storage.write_slots(layer, torch.tensor([4]), torch.ones(1, 2, 8), torch.ones(1, 2, 8))
+
+
 def layouts(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """The same rows in memory that is not contiguous."""
     padded = torch.full((2 * len(rows) + 3, *rows.shape[1:]), 9.0)

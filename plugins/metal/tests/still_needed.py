@@ -1,7 +1,7 @@
 """Which guards this Mac's torch still needs: `python -m plugins.metal.tests.still_needed`.
 
 Runs each guard's scenario on the GPU, with it and without it, each in a process of its own, since a fault may end the
-process. Buckets are counted by the stand-in alone: their scenario shows nothing here.
+process. What buckets save shows in the memory that the driver holds in the end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from functools import partial
 
 import torch
 
+from kvcache_core.budget import format_bytes
 from kvcache_core.plugin import Available, ProbeRequest
 from kvcache_metal.options import MetalOptions
 from kvcache_metal.probe import probe
 from kvcache_metal.storage import MetalStorage
-from plugins.metal.tests.caches import DEVICE, OPTIONS, open_on_mps
+from plugins.metal.tests.caches import DEVICE, DRY_RUN, OPTIONS, open_on_mps
 from plugins.metal.tests.scenarios import SCENARIOS
 
 __all__ = ["fits", "main"]
@@ -45,31 +46,36 @@ def main() -> int:
 def _verdict(guard: str) -> str:
     if not fits(guard):
         return "not tried: too little memory is free"
-    failure = _failure(guard, "")
+    failure, memory = _try(guard, "")
     if failure:
         return f"BROKEN: fails with the guard in force; {failure}"
-    failure = _failure(guard, guard)
-    return f"needed: {failure}" if failure else "no fault seen without it"
+    failure, memory_without = _try(guard, guard)
+    if failure:
+        return f"needed: {failure}"
+    if guard == "bucketed_lengths":
+        return f"the driver holds {memory} in the end, and {memory_without} without it"
+    return "no fault seen without it"
 
 
-def _failure(guard: str, disabled: str) -> str:
-    """How a scenario fails in a process of its own; an empty string if it does not."""
+def _try(guard: str, disabled: str) -> tuple[str, str]:
+    """How a scenario fails in a process of its own, an empty string if it does not; and the driver's memory."""
     program = f"from plugins.metal.tests.still_needed import run; run({guard!r}, {disabled!r})"
     try:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
-        return "it hangs"
-    if done.returncode == 0:
-        return ""
+        return "it hangs", ""
     if done.returncode < 0:
-        return f"the process ends by signal {-done.returncode}"
-    last = done.stderr.strip().splitlines()[-1:] or [""]
-    return last[0][:100] or "it fails"
+        return f"the process ends by signal {-done.returncode}", ""
+    if done.returncode > 0:
+        last = done.stderr.strip().splitlines()[-1:] or [""]
+        return last[0][:100] or "it fails", ""
+    return "", done.stdout.strip()
 
 
 def run(guard: str, disabled: str) -> None:
-    """Run a guard's scenario on the GPU, with all guards or without one."""
+    """Run a scenario on the GPU, with all guards or without one, and print what the driver then holds."""
     SCENARIOS[guard](partial(open_on_mps, {"disable_guards": [disabled] if disabled else []}))
+    print(format_bytes(0 if DRY_RUN else torch.mps.driver_allocated_memory()))
 
 
 if __name__ == "__main__":
