@@ -221,6 +221,7 @@ class PrefixHit(SequenceEvent):
     Attributes:
         prompt_tokens: Tokens of the prompt.
         num_tokens: Of these, tokens that need not be computed again.
+        demoted_tokens: Of these, tokens that are copied back from the host tier.
         reason: Why it is not more; `"hit"` when nothing more can be. As `PrefixExplanation.reason`.
         message: The same as a sentence.
     """
@@ -229,6 +230,7 @@ class PrefixHit(SequenceEvent):
 
     prompt_tokens: int
     num_tokens: int
+    demoted_tokens: int
     reason: MissReason
     message: str
 

@@ -154,7 +154,9 @@ class SequenceStore(Usability):
         if not found.num_tokens and "prefix_miss" in self.events.wanted:
             self.events.note("prefix_miss", sequence, **facts)
         elif found.num_tokens and "prefix_hit" in self.events.wanted:
-            self.events.note("prefix_hit", sequence, num_tokens=found.num_tokens, **facts)
+            self.events.note(
+                "prefix_hit", sequence, num_tokens=found.num_tokens, demoted_tokens=found.demoted_tokens, **facts
+            )
 
     def fork_memory(self, source: CachedSequence, num_tokens: int) -> tuple[Any, list[int]]:
         """Return a slot that starts with the first tokens of `source`, and those of its blocks that it shares.

@@ -11,6 +11,7 @@ import torch
 
 from kvcache_core import CacheFullError, ConfigError, KvCacheHandle, KvCacheManager, open_cache
 from kvcache_core.config import PrefixCacheConfig
+from kvcache_core.events import Allocated, PrefixHit
 from kvcache_cuda.options import CudaOptions
 from kvcache_cuda.storage import CudaStorage
 from plugins.cuda.tests.caches import GEOMETRY, spec_of
@@ -356,3 +357,17 @@ def test_rows_come_back_bit_by_bit_in_half_precision() -> None:
                 key, value = handle.kv_cache(layer) or ()
                 assert torch.equal(key, rows[layer][0][:16])
                 assert torch.equal(value, rows[layer][1][:16])
+
+
+def test_observers_hear_how_much_of_a_hit_comes_from_the_tier() -> None:
+    heard: list[Any] = []
+    with demoting() as cache:
+        keep(cache, A, 1)
+        keep(cache, B, 2)
+        cache.subscribe(heard.append, PrefixHit, Allocated)
+        waiting = found(cache, A)[1]
+        cache.allocate(token_ids=A).free()
+    hit, allocated = heard
+    assert (hit.num_tokens, hit.demoted_tokens) == (16, waiting)
+    assert waiting > 0
+    assert allocated.num_tokens == 16

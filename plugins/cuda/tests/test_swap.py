@@ -391,3 +391,20 @@ def test_vllm_45704_swaps_wait_for_the_writes_before_them_and_later_work_for_the
     side.idle = True
     order.enter()
     assert len(log) == 2  # nobody waits for an idle stream
+
+
+def test_observers_hear_of_what_goes_and_comes_back() -> None:
+    heard: list[Any] = []
+    with swapping(prefixes=True) as cache:
+        cache.subscribe(lambda event: heard.append(event.as_dict()))
+        handle = cache.allocate(request_id="a")
+        grow(handle, 7)
+        cache.swap_out(handle)
+        cache.swap_in(handle)
+        handle.free()
+    swaps = [event for event in heard if event["event"].startswith("swapped")]
+    assert [(event["event"], event["num_tokens"], event["num_blocks"]) for event in swaps] == [
+        ("swapped_out", 7, 2),
+        ("swapped_in", 7, 2),
+    ]
+    assert [event["event"] for event in heard[-2:]] == ["freed", "closed"]
