@@ -334,7 +334,10 @@ class Step:
         return self.state == "open" and store.unusable is None and self._generation == store.generation
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and hasattr(self, "_transaction") and self._can_abort and not self._discarded:
+        transaction = getattr(self, "_transaction", None)
+        if transaction is None or transaction.state != "open":
+            return
+        if not sys.is_finalizing() and self._can_abort and not self._discarded:
             self.discard()
             warnings.warn(
                 "a step was dropped without commit() or abort(); it has been rolled back",

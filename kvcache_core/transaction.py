@@ -154,7 +154,8 @@ class Transactions:
             transaction.versions = transaction.current_versions()
         if "committed" in self._events.wanted:
             self._events.note("committed", parts=_told(transaction))
-        self._books.release(unneeded)
+        if unneeded:
+            self._books.release(unneeded)
         for sequence, stop in shortened:
             self._books.scrub_tail(sequence.blocks, stop)
 
