@@ -1,6 +1,6 @@
 """Attention and writes on a GPU, as shares of the bandwidth that a plain copy reaches on the same card.
 
-`python -m benchmarks.gpu` prints the figures and, with `--record`, adds them to `benchmarks/RESULTS.md`. With
+`python benchmarks/gpu.py` prints the figures and, with `--record`, adds them to `benchmarks/RESULTS.md`. With
 `--device cpu` the same code runs in a small size, to try the program: its figures mean nothing.
 """
 
@@ -19,11 +19,9 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks._measure import Figure
 from kvcache_core import CacheGeometry, KvCacheManager, open_cache
+from kvcache_core.bench.figures import Figure
 from kvcache_core.paged import StaticDecode
-
-__all__ = ["measure"]
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 BLOCK_SIZES = {"flashinfer": 16, "varlen": 256, "reference": 16}
@@ -44,11 +42,6 @@ class Size:
 
 CARD = Size(sequences=32, tokens=4096, written=16_384, rounds=30)
 TRIAL = Size(sequences=3, tokens=64, written=128, rounds=2)
-
-
-def measure() -> list[Figure]:
-    """The figures of the GPU; none where there is no GPU."""
-    return measure_on("cuda", CARD) if torch.cuda.is_available() else []
 
 
 def measure_on(device: str, size: Size) -> list[Figure]:

@@ -21,7 +21,7 @@ fi
 "$python" -c "from kvcache_core.cli import main; main()" show cuda | tee "$out/show.txt"
 status=0
 timeout 360 "$python" -m pytest plugins/cuda/tests/test_gpu.py -q -rs 2>&1 | tee "$out/tests.txt" || status=$?
-timeout 180 "$python" -m benchmarks.gpu --device "$device" --record 2>&1 | tee "$out/figures.txt" || status=$?
+timeout 180 "$python" benchmarks/gpu.py --device "$device" --record 2>&1 | tee "$out/figures.txt" || status=$?
 if [[ $device == cuda ]]; then
     cp benchmarks/RESULTS.md "$out/RESULTS.md"
 fi

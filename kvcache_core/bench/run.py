@@ -18,10 +18,14 @@ __all__ = ["SUITES", "BenchReport", "run_suites"]
 SUITES = {
     "append": "append",
     "attend": "attend",
+    "bookkeeping": "bookkeeping",
+    "discovery": "discovery",
+    "events": "events",
     "fork": "fork",
     "generate": "generate",
     "import": "startup",
     "memory": "memory",
+    "prefix": "prefix",
 }
 
 

@@ -30,6 +30,10 @@ class Bench:
         self.quick = quick
         self._progress = progress or _tell_nobody
 
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Tell whoever watches that `done` of `total` rounds are over."""
+        self._progress(what, done, total)
+
     def interleaved(
         self,
         cases: Mapping[str, Callable[[], Any]],
@@ -55,7 +59,7 @@ class Bench:
         gc.disable()
         try:
             for done in range(warmup + rounds):
-                self._progress(what, done, warmup + rounds)
+                self.tell(what, done, warmup + rounds)
                 for name, case in cases.items():
                     start = time.perf_counter()
                     case()

@@ -56,7 +56,7 @@ def decode(cache: KvCacheManager, handle: KvCacheHandle, rows: torch.Tensor, que
 
 def dynamic_cache(num_tokens: int) -> DynamicCache:
     """A DynamicCache of transformers with so many random tokens."""
-    from transformers import DynamicCache  # noqa: PLC0415 - a peer that need not be installed
+    from transformers import DynamicCache
 
     cache = DynamicCache()
     rows = new_rows(num_tokens).transpose(0, 1)[None].contiguous()

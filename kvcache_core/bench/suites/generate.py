@@ -23,8 +23,8 @@ def measure(bench: Bench) -> list[Figure | Series]:
     Raises:
         ImportError: transformers or the model's package is not installed.
     """
-    from kvcache_core.integrations.models import load_model  # noqa: PLC0415 - peers need not be installed
-    from kvcache_core.integrations.quiet import quiet_transformers  # noqa: PLC0415
+    from kvcache_core.integrations.models import load_model
+    from kvcache_core.integrations.quiet import quiet_transformers
 
     model = load_model(dtype="bfloat16").model
     series = Series(name="Generate with SmolLM2-135M in bfloat16", x="tokens of context", y="ms per token")
@@ -54,9 +54,9 @@ def _figures(times: dict[str, Samples], context: int, wanted: float | None) -> l
 
 
 def _times(bench: Bench, model: Any, context: int, rounds: int) -> dict[str, Samples]:
-    from transformers import DynamicCache, StaticCache  # noqa: PLC0415
+    from transformers import DynamicCache, StaticCache
 
-    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache  # noqa: PLC0415
+    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
 
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(100, 40_000, (1, context), generator=generator)

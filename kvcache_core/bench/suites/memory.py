@@ -32,14 +32,14 @@ def measure(bench: Bench) -> list[Figure | Series]:
 
 def _pages(handle: KvCacheHandle) -> tuple[int, int]:
     """Bytes of the pages of one sequence: those of the file, which others may share, and private copies."""
-    from kvcache_cpu.residency import residency  # noqa: PLC0415 - the backend that is measured
+    from kvcache_cpu.residency import residency
 
     mapping = handle.sequence.slot.mapping
     return residency(mapping.address, mapping.length)
 
 
 def _sequences() -> list[Figure]:
-    from kvcache_cpu.pages import PAGE  # noqa: PLC0415
+    from kvcache_cpu.pages import PAGE
 
     figures = []
     with open_benchmark_cache(16_000) as cache:
@@ -54,7 +54,7 @@ def _sequences() -> list[Figure]:
 
 
 def _forks() -> list[Figure]:
-    from kvcache_cpu.pages import PAGE  # noqa: PLC0415
+    from kvcache_cpu.pages import PAGE
 
     with open_benchmark_cache(40_000) as cache:
         with cache.allocate() as source:

@@ -6,16 +6,18 @@ The peer is `importlib.metadata.entry_points`, which reads the same directories,
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import importlib_metadata  # noqa: F401 - before the path is changed; it then serves the standard library as well
 
-from benchmarks._measure import Figure, interleaved
+from kvcache_core.bench.figures import Figure, Series
+from kvcache_core.bench.session import Bench
 from kvcache_core.discovery import scan
 from kvcache_core.interface import ENTRY_POINT_GROUP
 
@@ -24,20 +26,24 @@ __all__ = ["measure"]
 COUNTS = {500: 30.0, 2_000: None}
 
 
-def measure() -> list[Figure]:
+def measure(bench: Bench) -> list[Figure | Series]:
     """Scan each crowd, in turn with the standard library."""
-    figures = []
+    figures: list[Figure | Series] = []
+    cases: dict[str, Callable[[], object]] = {
+        "ours": scan,
+        "theirs": partial(entry_points, group=ENTRY_POINT_GROUP),
+    }
     for count, limit in COUNTS.items():
         with _crowd(count):
             if len(scan().entries) != 3:
                 raise RuntimeError(f"found {scan().entries} instead of three backends")
-            seconds = interleaved(
-                {"ours": scan, "theirs": lambda: importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}, rounds=15
-            )
+            seconds = bench.interleaved(cases, rounds=15)
+        peer = "importlib.metadata"
+        ratio = seconds["ours"] / seconds["theirs"]
         figures += [
-            Figure(name=f"find 3 backends among {count}", value=seconds["ours"] * 1e3, unit="ms", at_most=limit),
-            Figure(name=f"{count}, importlib.metadata", value=seconds["theirs"] * 1e3, unit="ms"),
-            Figure(name=f"{count}, of importlib.metadata", value=seconds["ours"] / seconds["theirs"], unit="x"),
+            Figure.of(f"find 3 backends among {count}", seconds["ours"] * 1e3, "ms", at_most=limit),
+            Figure.of(f"{count}, importlib.metadata", seconds["theirs"] * 1e3, "ms", peer=peer),
+            Figure.of(f"{count}, of importlib.metadata", ratio, "x", peer=peer),
         ]
     return figures
 

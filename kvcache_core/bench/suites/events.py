@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks._measure import Figure
+    from kvcache_core.bench.figures import Figure, Series
+    from kvcache_core.bench.session import Bench
 
 __all__ = ["measure"]
 
@@ -30,19 +30,21 @@ VARIANTS = ("cut out", "nobody", "evictions only", "everything")
 OPERATIONS = ("decode a token", "allocate and free", "fork and free")
 
 
-def measure() -> list[Figure]:
+def measure(bench: Bench) -> list[Figure | Series]:
     """Time three operations under each variant."""
-    from benchmarks._measure import Figure  # brings in core, which a child must not import before it cuts
+    from kvcache_core.bench.figures import Figure
 
     times: dict[tuple[str, str], list[float]] = {(v, operation): [] for v in VARIANTS for operation in OPERATIONS}
-    for _ in range(ROUNDS):
+    rounds = 2 if bench.quick else ROUNDS
+    for done in range(rounds):
+        bench.tell("books with events and without", done, rounds)
         for variant in VARIANTS:
-            command = [sys.executable, "-m", "benchmarks.events", variant]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
-            for operation, taken in json.loads(done.stdout).items():
+            command = [sys.executable, "-m", "kvcache_core.bench.suites.events", variant]
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            for operation, taken in json.loads(output).items():
                 times[variant, operation].append(taken)
     micro = {key: min(taken) * 1e6 for key, taken in times.items()}  # the rounds that nothing disturbed
-    figures = []
+    figures: list[Figure | Series] = []
     for operation in OPERATIONS:
         without = micro["cut out", operation]
         figures.append(Figure(name=f"{operation}, events cut out", value=without, unit="µs"))
@@ -88,8 +90,8 @@ def _cut_events_out() -> None:
 def _run(variant: str) -> dict[str, float]:
     if variant == "cut out":
         _cut_events_out()
-    from benchmarks.bookkeeping import BooksOnly
     from kvcache_core import CacheGeometry, KvCacheManager
+    from kvcache_core.bench.suites.bookkeeping import BooksOnly
     from kvcache_core.events import Evicted
     from kvcache_core.plugin import StorageSpec
 

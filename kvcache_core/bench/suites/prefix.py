@@ -6,22 +6,22 @@ prompts of 124 blocks, 64 of which all share; every further request finds these 
 
 from __future__ import annotations
 
-import statistics
 import time
 from array import array
 from hashlib import sha256
 from typing import Any
 
-from benchmarks._measure import Figure, interleaved
-from benchmarks.bookkeeping import BooksOnly
 from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager
+from kvcache_core.bench.figures import Figure, Samples, Series
+from kvcache_core.bench.session import Bench
+from kvcache_core.bench.suites.bookkeeping import BooksOnly
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.plugin import StorageSpec
 from kvcache_core.prefix import PrefixKey
 from kvcache_core.prefix_index import PrefixIndex
 from kvcache_core.sequence import CachedSequence
 
-__all__ = ["main", "measure"]
+__all__ = ["measure"]
 
 BLOCK = 16
 SHARED, OWN = 64 * BLOCK, 60 * BLOCK
@@ -38,15 +38,9 @@ class NoStorage(BooksOnly):
         return
 
 
-def measure() -> list[Figure]:
+def measure(bench: Bench) -> list[Figure | Series]:
     """Measure names and finding in one run beside hashlib, then requests and decoding."""
-    return [*_names_and_finding(), *_requests(), *_decoding()]
-
-
-def main() -> None:
-    """Print the figures."""
-    for figure in measure():
-        print(f"{figure.name:58s} {figure.value:9.2f} {figure.unit:3s} {figure.target}")
+    return [*_names_and_finding(bench), *_requests(bench), *_decoding(bench)]
 
 
 # -- naming and finding --------------------------------------------------------------------------------------
@@ -66,7 +60,7 @@ def _sequence(token_ids: array[int]) -> CachedSequence:
     return made
 
 
-def _names_and_finding() -> list[Figure]:
+def _names_and_finding(bench: Bench) -> list[Figure]:
     thousand, hundred_blocks = array("q", range(1000)), array("q", range(100 * BLOCK))
     index = PrefixIndex(BLOCK)
     index.publish(_sequence(hundred_blocks))
@@ -79,7 +73,7 @@ def _names_and_finding() -> list[Figure]:
             raise RuntimeError("a block has no name")
         fresh.leave(entered, 0)
 
-    seconds = interleaved(
+    seconds = bench.interleaved(
         {
             "bare, 1,000 tokens": lambda: _bare_chain(thousand[: 62 * BLOCK].tobytes()),
             "bare, 100 blocks": lambda: _bare_chain(hundred_blocks.tobytes()),
@@ -89,19 +83,16 @@ def _names_and_finding() -> list[Figure]:
         },
         rounds=400,
     )
-    micro = {name: taken * 1e6 for name, taken in seconds.items()}
-    bare = micro["bare, 1,000 tokens"]
+    bare, peer = seconds["bare, 1,000 tokens"], "hashlib"
+    finding = seconds["find"] / seconds["bare, 100 blocks"]
     return [
-        Figure(name="a bare chain of SHA-256 over 1,000 tokens", value=bare, unit="µs", at_most=60),
-        Figure(name="enter the blocks of 1,000 tokens", value=micro["publish"], unit="µs", at_most=60),
-        Figure(name="name them when asked, and drop them", value=micro["name and drop"], unit="µs"),
-        Figure(
-            name="the two together, of the bare chain",
-            value=(micro["publish"] + micro["name and drop"]) / bare,
-            unit="x",
-        ),
-        Figure(name="find 100 blocks", value=micro["find"], unit="µs", at_most=30),
-        Figure(name="the same, of the bare chain", value=micro["find"] / micro["bare, 100 blocks"], unit="x"),
+        Figure.of("a bare chain of SHA-256 over 1,000 tokens", bare * 1e6, "µs", peer=peer, at_most=60),
+        Figure.of("enter the blocks of 1,000 tokens", seconds["publish"] * 1e6, "µs", at_most=60),
+        Figure.of("the same, of the bare chain", seconds["publish"] / bare, "x", peer=peer),
+        Figure.of("name them when asked, and drop them", seconds["name and drop"] * 1e6, "µs"),
+        Figure.of("the same, of the bare chain", seconds["name and drop"] / bare, "x", peer=peer),
+        Figure.of("find 100 blocks", seconds["find"] * 1e6, "µs", at_most=30),
+        Figure.of("the same, of the bare chain", finding, "x", peer=peer),
     ]
 
 
@@ -125,10 +116,11 @@ def _prompt(number: int) -> array[int]:
     return array("q", [*range(SHARED), *range(own, own + OWN)])
 
 
-def _requests() -> list[Figure]:
+def _requests(bench: Bench) -> list[Figure]:
     times: dict[str, list[float]] = {"allocate with room": [], "allocate": [], "prefill": [], "free": []}
     with _cache((SHARED + (KEPT - 1) * OWN) // BLOCK) as cache:
         for number in range(KEPT + 100):
+            bench.tell("requests in a full cache", number, KEPT + 100)
             prompt = _prompt(number)
             began = time.perf_counter()
             handle = cache.allocate(token_ids=prompt)
@@ -146,18 +138,16 @@ def _requests() -> list[Figure]:
                 times["free"].append(freed - prefilled)
         if cache.stats().evictions < 99 * OWN // BLOCK:
             raise RuntimeError("the cache was not full, so nothing was evicted")
-    micro = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
+    found = {name: Samples(tuple(taken)) * 1e6 for name, taken in times.items()}
     return [
-        Figure(
-            name="allocate: find 64 of 124 blocks, take 60", value=micro["allocate with room"], unit="µs", at_most=60
-        ),
-        Figure(name="the same, and evict 60 first", value=micro["allocate"], unit="µs"),
-        Figure(name="prefill: reserve, commit and name 60 blocks", value=micro["prefill"], unit="µs"),
-        Figure(name="free a kept sequence of 124 blocks", value=micro["free"], unit="µs", at_most=12),
+        Figure.of("allocate: find 64 of 124 blocks, take 60", found["allocate with room"], "µs"),
+        Figure.of("the same, and evict 60 first", found["allocate"], "µs"),
+        Figure.of("prefill: reserve, commit and name 60 blocks", found["prefill"], "µs"),
+        Figure.of("free a kept sequence of 124 blocks", found["free"], "µs"),
     ]
 
 
-def _decoding() -> list[Figure]:
+def _decoding(bench: Bench) -> list[Figure]:
     with _cache(BATCH * 128) as cache:
         handles: list[KvCacheHandle] = []
         for number in range(BATCH):
@@ -172,11 +162,7 @@ def _decoding() -> list[Figure]:
             step.mark_written()
             step.commit()
 
-        seconds = interleaved({"decode": decode}, rounds=50)["decode"]
+        seconds = bench.interleaved({"decode": decode}, rounds=50)["decode"]
         for handle in handles:
             handle.free()
-    return [Figure(name="a decoded token of one of 50 sequences", value=seconds / BATCH * 1e6, unit="µs", at_most=1.1)]
-
-
-if __name__ == "__main__":
-    main()
+    return [Figure.of("a decoded token of one of 50 sequences", seconds * (1e6 / BATCH), "µs")]

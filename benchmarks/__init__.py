@@ -1,1 +1,0 @@
-"""Measurements against transformers' own caches. `python -m benchmarks` runs them all."""
