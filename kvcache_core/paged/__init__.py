@@ -12,7 +12,7 @@ from kvcache_core.paged.kernel import AttentionKernel
 from kvcache_core.paged.layout import PoolLayout, TensorLayout
 from kvcache_core.paged.pool import BlockPool, Pool, Upload
 from kvcache_core.paged.reference import ReferenceKernel
-from kvcache_core.paged.sharded import RowPlaces, ShardedPool
+from kvcache_core.paged.sharded import RowPlaces, ShardedPool, slots_of
 from kvcache_core.paged.storage import PagedStorage
 from kvcache_core.paged.tables import Tables
 
@@ -34,4 +34,5 @@ __all__ = [
     "Upload",
     "attend_decode",
     "gather_rows",
+    "slots_of",
 ]

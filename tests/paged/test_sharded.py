@@ -9,8 +9,7 @@ import torch
 
 from kvcache_core import CacheGeometry, LayerGroup, ShapeError
 from kvcache_core.errors import WouldCopy
-from kvcache_core.paged import BlockPool, Pool, ShardedPool
-from kvcache_core.paged.sharded import slots_of
+from kvcache_core.paged import BlockPool, Pool, ShardedPool, slots_of
 from kvcache_core.plugin import BlockCopy, BlockRows
 
 GEOMETRY = CacheGeometry(

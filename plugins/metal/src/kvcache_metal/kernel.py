@@ -9,8 +9,7 @@ import torch
 from typing_extensions import override
 
 from kvcache_core.errors import UnsupportedError
-from kvcache_core.paged import AttentionKernel, Tables
-from kvcache_core.paged.pool import Upload
+from kvcache_core.paged import AttentionKernel, Tables, Upload
 from kvcache_core.plugin import Batch
 from kvcache_metal.attention import attend_visible, hidden_rows_are_harmless
 from kvcache_metal.guards import Guards

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
-from kvcache_core.paged import RowPlaces
-from kvcache_core.paged.pool import Upload
-from kvcache_core.paged.sharded import slots_of
+from kvcache_core.paged import RowPlaces, Upload, slots_of
 from kvcache_core.plugin import Batch, Segment
 from kvcache_metal.guards import Guards, SdpaMask
 from kvcache_metal.pool import MetalPool

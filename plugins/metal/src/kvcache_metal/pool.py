@@ -8,9 +8,7 @@ import torch
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from kvcache_core.paged import RowPlaces, ShardedPool
-from kvcache_core.paged.pool import Upload
-from kvcache_core.paged.sharded import slots_of
+from kvcache_core.paged import RowPlaces, ShardedPool, Upload, slots_of
 from kvcache_core.plugin import StorageSpec
 from kvcache_metal.guards import Guards
 
