@@ -24,11 +24,21 @@ def test_the_examples_run_and_say_what_they_should(capsys):
             said.append(capsys.readouterr().out)
     finally:
         torch.set_num_threads(threads)
-    _, first, _, turns, forks, failure, _ = said
+    _, first, turns, requests, batch, further, beams, forks, failure, _ = said
     assert "Paris" in first
     reused = [int(match) for match in re.findall(r"\((\d+) of \d+ tokens reused\)", turns)]
     assert (len(reused), reused[0]) == (2, 0)
     assert reused[1] > 37
+    reused = [int(match) for match in re.findall(r"(\d+) of \d+ tokens reused", requests)]
+    assert reused[0] == 0
+    assert reused[1] >= 32
+    assert reused[1] % 16 == 0
+    assert "hit rate 4" in requests
+    assert "Thursday" in batch
+    assert re.findall(r"^\[\d+, \d+, \d+\]$", batch, re.MULTILINE)
+    kept, whole = map(int, re.findall(r"(\d+) of (\d+) tokens reused", further)[0])
+    assert whole / 2 < kept < whole
+    assert int(re.findall(r"hold (\d+)% of what", beams)[0]) < 50
     assert len(set(forks.splitlines()[:3])) == 3
     assert failure == "the ninth layer is not well\n"
 

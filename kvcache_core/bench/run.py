@@ -18,6 +18,7 @@ __all__ = ["SUITES", "BenchReport", "run_suites"]
 SUITES = {
     "append": "append",
     "attend": "attend",
+    "batch": "batch",
     "bookkeeping": "bookkeeping",
     "discovery": "discovery",
     "events": "events",

@@ -97,6 +97,26 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_OLD_NAMES, "n_embd": 32, "n_positions": 512}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**_OLD_NAMES, "hidden_size": 32}),  # positions by ALiBi
+    "gpt_neox": (  # rotates a part of each head
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"},
+    ),
+    "falcon": (  # one kv head for all
+        "FalconConfig",
+        "FalconForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "dtype": "float32",
+        },
+    ),
     "opt": (
         "OPTConfig",
         "OPTForCausalLM",
