@@ -11,7 +11,7 @@ from kvcache_core.integrations.transformers.dense import KeyValue, as_model_read
 from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.integrations.transformers.pass_plan import PassPlan
 from kvcache_core.integrations.transformers.pending import WrittenLayer, note_layer
-from kvcache_core.integrations.transformers.rows import Row, discard, drop, pick
+from kvcache_core.integrations.transformers.rows import Row, discard, drop, forget, pick
 from kvcache_core.manager import KvCacheManager
 
 __all__ = ["OpenStep"]
@@ -67,12 +67,23 @@ class OpenStep:
         return keys, values
 
     def commit(self) -> list[Row]:
-        """Make the tokens part of the rows; returns the rows of the whole batch."""
+        """Make the tokens part of the rows; returns the rows of the whole batch.
+
+        Raises:
+            CacheFullError: There is no room for the rows that repeat others; nothing has changed.
+        """
+        followers = self._plan.followers
         try:
             self._step.commit()
-            followers = self._plan.followers
-            return self._rows if followers is None else pick(self._rows, followers)
+            if followers is None:
+                return self._rows
         except BaseException:
+            drop(self._rows, keep=self._former)
+            raise
+        try:
+            return pick(self._rows, followers)
+        except BaseException:
+            forget(self._rows)  # rows repeat others only where the cache was empty before
             drop(self._rows, keep=self._former)
             raise
 

@@ -75,6 +75,24 @@ def test_equal_prompts_are_stored_once(model, manager):
     assert len({handle.cache_id for handle in cache.handles}) == 6
 
 
+def test_equal_prompts_without_room_for_their_rows_leave_the_cache_empty(model, manager, monkeypatch):
+    cache = KvCache(manager, model)
+    handle_type = type(cache.handle)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CacheFullError("no room", needed=1, free=0)
+
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(handle_type, "fork", refuse)
+        with pytest.raises(CacheFullError, match="no room"):
+            model(PROMPTS[1].repeat(3, 1), cache=cache)
+    assert (cache.get_seq_length(), cache.batch_size, manager.stats().used_blocks) == (0, 1, 0)
+    assert len(manager.list_handles()) == 1
+    with torch.no_grad():
+        model(PROMPTS[1].repeat(3, 1), cache=cache)
+    assert cache.batch_size == 3
+
+
 def test_rows_that_are_equal_but_for_their_padding_are_not_taken_for_one(model, manager):
     prompt, pads = PROMPTS[0], torch.zeros(1, 2, dtype=torch.long)
     ids = torch.cat([torch.cat([pads, prompt], dim=1), torch.cat([prompt, pads], dim=1)])
