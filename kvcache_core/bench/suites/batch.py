@@ -28,8 +28,8 @@ def measure(bench: Bench) -> list[Figure | Series]:
     Raises:
         ImportError: transformers or the model's package is not installed.
     """
-    from kvcache_core.integrations.models import load_model  # noqa: PLC0415 - peers need not be installed
-    from kvcache_core.integrations.quiet import quiet_transformers  # noqa: PLC0415
+    from kvcache_core.integrations.models import load_model
+    from kvcache_core.integrations.quiet import quiet_transformers
 
     model = load_model(dtype="bfloat16").model
     attention = model.config._attn_implementation
@@ -47,9 +47,9 @@ def measure(bench: Bench) -> list[Figure | Series]:
 
 def _ragged(bench: Bench, model: Any, lengths: Sequence[int]) -> list[Figure]:
     """A batch from nothing, prefill included."""
-    from transformers import DynamicCache  # noqa: PLC0415
+    from transformers import DynamicCache
 
-    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache  # noqa: PLC0415
+    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
 
     ids, mask = _batch(lengths)
     arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS}
@@ -68,9 +68,9 @@ def _ragged(bench: Bench, model: Any, lengths: Sequence[int]) -> list[Figure]:
 
 def _decode(bench: Bench, model: Any, lengths: Sequence[int]) -> list[Figure]:
     """The same with the prompts cached."""
-    from transformers import DynamicCache  # noqa: PLC0415
+    from transformers import DynamicCache
 
-    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache  # noqa: PLC0415
+    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
 
     ids, mask = _batch(lengths)
     before = ids.shape[1] - 1
@@ -103,7 +103,7 @@ def _batch(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _config(model: Any, lengths: Sequence[int]) -> CacheConfig:
-    from kvcache_core.integrations.transformers.opening import config_for_model  # noqa: PLC0415
+    from kvcache_core.integrations.transformers.opening import config_for_model
 
     room = 2 * len(lengths) * (lengths[-1] + NEW_TOKENS)
     return config_for_model(model, None, {"backend": "cpu", "budget": f"{room} tokens"})
@@ -114,9 +114,9 @@ def _named(lengths: Sequence[int]) -> str:
 
 
 def _beams(bench: Bench, model: Any, context: int) -> list[Figure]:
-    from transformers import DynamicCache  # noqa: PLC0415
+    from transformers import DynamicCache
 
-    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache  # noqa: PLC0415
+    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
 
     ids = _random_ids(1, context)
     ours, theirs = KvCache.for_model(model, backend="cpu"), DynamicCache(config=model.config)
