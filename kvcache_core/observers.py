@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcache_core.discovery import Entry
     from kvcache_core.registry import BackendRegistry
 
-__all__ = ["NamedObserver", "named_observers"]
+__all__ = ["NamedObserver", "load_observer", "named_observers"]
 
 
 class _Config(Protocol):
@@ -49,7 +49,7 @@ def named_observers(config: _Config, registry: BackendRegistry, switched_off: Di
     for name in config.observers:
         entry = _find(name, registry, config.origin("observers"))
         if not switched_off.ban_on(entry):
-            found.append(_load(entry, config.origin("observers")))
+            found.append(load_observer(entry, config.origin("observers")))
     return found
 
 
@@ -73,7 +73,12 @@ def _find(name: str, registry: BackendRegistry, origin: str) -> Entry:
     raise ConfigError(problem, key="observers", origin=origin)
 
 
-def _load(entry: Entry, origin: str) -> NamedObserver:
+def load_observer(entry: Entry, origin: str) -> NamedObserver:
+    """Import an observer.
+
+    Raises:
+        ConfigError: Its code raises, or implements no hook; named as the fault of `origin`, which asked for it.
+    """
     label = messages.label(entry.name, entry.distribution)
     try:
         return NamedObserver(label, event_hooks(import_module(entry.module)))

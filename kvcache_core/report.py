@@ -1,4 +1,4 @@
-"""What `kvcache doctor` finds out: every installed backend tried in a process of its own, and what is wrong.
+"""What `kvcache doctor` finds out: every installed plugin tried in a process of its own, and what is wrong.
 
 A plugin that hangs, exits or crashes while it is tried takes only that process with it.
 """
@@ -11,12 +11,13 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from kvcache_core import _compat, child
 from kvcache_core.disabling import Disabled
@@ -25,9 +26,11 @@ from kvcache_core.messages import REPORTED_VARIABLES
 from kvcache_core.plugin import INTERFACE_VERSION
 from kvcache_core.registry import BackendRegistry, get_registry
 
-__all__ = ["BackendReport", "DoctorReport", "examine", "try_backend"]
+__all__ = ["BackendReport", "DoctorReport", "ObserverReport", "examine", "try_backend"]
 
 TrialState = Literal["available", "unavailable", "broken", "incompatible", "disabled"]
+
+_Report = TypeVar("_Report", "BackendReport", "ObserverReport")
 
 _BAD_STATES = frozenset({"broken", "incompatible"})
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "SALT", "API_KEY")
@@ -74,6 +77,39 @@ class BackendReport:
 
 
 @dataclass(frozen=True)
+class ObserverReport:
+    """One installed observer.
+
+    Attributes:
+        name: Its name.
+        qualified: `"distribution:name"`.
+        distribution: Who provides it, as METADATA spells it.
+        version: That distribution's version.
+        location: Where it is installed.
+        editable: Whether it is an editable install.
+        source: Where an editable install has its sources, or None.
+        module: Its module.
+        state: `"available"`, `"broken"` or `"disabled"`.
+        code: A short stable word for the reason, or None.
+        reason: Why it is in this state.
+        ambiguous: Whether another distribution provides an observer of this name.
+    """
+
+    name: str
+    qualified: str
+    distribution: str
+    version: str
+    location: str
+    editable: bool
+    source: str | None
+    module: str
+    state: TrialState
+    code: str | None = None
+    reason: str = ""
+    ambiguous: bool = False
+
+
+@dataclass(frozen=True)
 class DoctorReport:
     """The state of an installation; `to_json` is stable.
 
@@ -84,6 +120,7 @@ class DoctorReport:
         executable: Path of the interpreter.
         platform: The operating system and machine.
         backends: Every installed backend.
+        observers: Every installed observer.
         problems: What is wrong with the installed metadata.
         environment: The variables that matter and are set, with secrets hidden.
     """
@@ -94,15 +131,15 @@ class DoctorReport:
     executable: str
     platform: str
     backends: tuple[BackendReport, ...] = ()
+    observers: tuple[ObserverReport, ...] = ()
     problems: tuple[DiscoveryProblem, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
         """Whether nothing that is installed is broken, incompatible or unreadable."""
-        return not any(backend.state in _BAD_STATES for backend in self.backends) and not any(
-            problem.breaks_plugin for problem in self.problems
-        )
+        states = {backend.state for backend in self.backends} | {observer.state for observer in self.observers}
+        return not states & _BAD_STATES and not any(problem.breaks_plugin for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report in plain types."""
@@ -115,43 +152,50 @@ def examine(
     timeout: float = 60.0,
     environ: Mapping[str, str] | None = None,
 ) -> DoctorReport:
-    """Try every installed backend and gather what is wrong.
+    """Try every installed backend and observer, and gather what is wrong.
 
     Args:
         registry: Where to look; the registry of this process when None.
-        timeout: Seconds each backend has.
+        timeout: Seconds each of them has.
         environ: The environment; that of the process when None.
     """
     registry = registry or get_registry()
     environ = os.environ if environ is None else environ
-    entries = registry.entries()
     switched_off = Disabled.read(environ=environ)
 
-    def report(entry: Entry) -> BackendReport:
+    def findings(entry: Entry, task: Callable[[Entry], dict[str, Any]]) -> dict[str, Any]:
         ban = switched_off.ban_on(entry)
         if ban is not None:
-            findings: dict[str, Any] = {"state": "disabled", "reason": f"by {ban.word!r} in {ban.origin}"}
-        else:
-            findings = try_backend(entry, timeout=timeout)
-        return _report(entry, findings, ambiguous=len(registry.claims(entry.name)) > 1)
+            return {"state": "disabled", "reason": f"by {ban.word!r} in {ban.origin}"}
+        return task(entry)
+
+    def backend(entry: Entry) -> BackendReport:
+        found = findings(entry, partial(try_backend, timeout=timeout))
+        return _report(BackendReport, entry, found, ambiguous=len(registry.claims(entry.name)) > 1)
+
+    def observer(entry: Entry) -> ObserverReport:
+        found = findings(entry, lambda entry: _try({"observer": entry.qualified}, timeout))
+        rivals = [each for each in registry.observers() if each.name == entry.name]
+        return _report(ObserverReport, entry, found, ambiguous=len(rivals) > 1)
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        backends = tuple(pool.map(report, entries))
+        backends, observers = pool.map(backend, registry.entries()), pool.map(observer, registry.observers())
     return DoctorReport(
         version=_compat.core_version(),
         interface=".".join(map(str, INTERFACE_VERSION)),
         python=platform.python_version(),
         executable=sys.executable,
         platform=platform.platform(),
-        backends=backends,
+        backends=tuple(backends),
+        observers=tuple(observers),
         problems=registry.problems,
         environment=_relevant(environ),
     )
 
 
-def _report(entry: Entry, findings: Mapping[str, Any], *, ambiguous: bool) -> BackendReport:
+def _report(kind: type[_Report], entry: Entry, findings: Mapping[str, Any], *, ambiguous: bool) -> _Report:
     owner = entry.distribution
-    return BackendReport(
+    return kind(
         name=entry.name,
         qualified=entry.qualified,
         distribution=owner.name,
@@ -161,7 +205,7 @@ def _report(entry: Entry, findings: Mapping[str, Any], *, ambiguous: bool) -> Ba
         source=owner.source,
         module=entry.module,
         ambiguous=ambiguous,
-        **{key: value for key, value in findings.items() if key in BackendReport.__dataclass_fields__},
+        **{key: value for key, value in findings.items() if key in kind.__dataclass_fields__},
     )
 
 
@@ -173,7 +217,7 @@ def _relevant(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# -- one backend in a process of its own -----------------------------------------------------------------
+# -- one plugin in a process of its own ------------------------------------------------------------------
 
 
 def try_backend(
@@ -190,9 +234,13 @@ def try_backend(
     Returns:
         `state`, `reason` and what else was learned; the fields of `BackendReport`, and `detail` of the probe.
     """
+    return _try({"backend": entry.qualified, "load": load, "options": dict(options or {})}, timeout)
+
+
+def _try(task: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvcache-") as folder:
         answer, errors = Path(folder, "answer.json"), Path(folder, "stderr.txt")
-        task = {"answer": str(answer), "backend": entry.qualified, "load": load, "options": dict(options or {})}
+        task = {**task, "answer": str(answer)}
         with errors.open("wb") as stderr:
             outcome = _run(task, stderr, timeout)
         if answer.exists():

@@ -1,4 +1,4 @@
-"""What runs in the child process in which `kvcache doctor` and `kvcache show` try a backend."""
+"""What runs in the child process in which `kvcache doctor` and `kvcache show` try a plugin."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from kvcache_core import messages
-from kvcache_core.errors import BackendLoadError, IncompatibleBackendError, KvCacheError, OptionsError
+from kvcache_core.errors import BackendLoadError, ConfigError, IncompatibleBackendError, KvCacheError, OptionsError
 from kvcache_core.frozen import FrozenMapping
 from kvcache_core.loading import plugin_code
+from kvcache_core.observers import load_observer
 from kvcache_core.options import validate_options
 from kvcache_core.plugin import Available, ProbeRequest
 from kvcache_core.registry import Backend, BackendRegistry
 from kvcache_core.selection import probe
 
-__all__ = ["main", "trial"]
+__all__ = ["main", "trial", "try_observer"]
 
 _DEFAULTS: Mapping[str, Any] = FrozenMapping()
 
 
 def main(task: Mapping[str, Any]) -> None:
-    """Try the backend that `task` names and leave the findings in the file it names.
+    """Try the backend or observer that `task` names and leave the findings in the file it names.
 
     The process ends at once, without the exit handlers and threads that a plugin may have left behind.
     """
-    findings = trial(BackendRegistry(), task["backend"], load=task["load"], options=task["options"])
+    if "observer" in task:
+        findings = try_observer(BackendRegistry(), task["observer"])
+    else:
+        findings = trial(BackendRegistry(), task["backend"], load=task["load"], options=task["options"])
     answer = Path(task["answer"])
     draft = answer.with_suffix(".part")
     draft.write_text(json.dumps(findings), encoding="utf-8")
@@ -59,6 +63,20 @@ def trial(
         }
     except KvCacheError as error:
         return {**findings, **_failure("broken", error)}
+
+
+def try_observer(registry: BackendRegistry, qualified: str) -> dict[str, Any]:
+    """Import an observer; returns `state`, `code` and `reason`."""
+    (entry,) = [entry for entry in registry.observers() if entry.qualified == qualified]
+    try:
+        load_observer(entry, "kvcache doctor")
+    except ConfigError as error:
+        return {
+            "state": "broken",
+            "code": type(error.__cause__).__name__,
+            "reason": str(error).splitlines()[-1].strip(),
+        }
+    return {"state": "available"}
 
 
 def _probed(registry: BackendRegistry, backend: Backend, asked: Mapping[str, Any], *, load: bool) -> dict[str, Any]:

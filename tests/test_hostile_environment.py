@@ -73,6 +73,7 @@ def test_doctor_reports_all_of_it(hostile: Site) -> None:
     assert {name: states[f"kvcache-{name}:{name}"] for name in expected} == expected
     assert states["missing:missing"] == "broken"
     assert states["first-kv:shared"] == states["second-kv:shared"] == "available"
+    assert [(observer["name"], observer["state"]) for observer in report["observers"]] == [("listener", "broken")]
     codes = {problem["code"] for problem in report["problems"]}
     assert codes == {"nameless", "not-utf8", "leftover", "malformed-line", "bad-name", "bad-value", "shadowed"}
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kvcache_core import CacheGeometry, ConfigError, ConfigWarning, KvCacheManager, KvCacheWarning, open_cache
+from kvcache_core.cli.app import app
 from kvcache_core.interface import OBSERVER_GROUP
-from kvcache_core.registry import BackendRegistry
+from kvcache_core.registry import BackendRegistry, get_registry
+from kvcache_core.report import examine
 from tests.plugin_site import Site
 
 LISTENING = """
@@ -185,3 +190,51 @@ def test_observers_installed_meanwhile_are_seen_after_a_refresh(site: Site, regi
     assert registry.observers() == ()
     registry.refresh()
     assert [entry.name for entry in registry.observers()] == ["acme"]
+
+
+# -- what the commands say of them -----------------------------------------------------------------------
+
+
+def test_doctor_tries_each_in_a_process_of_its_own(site: Site) -> None:
+    add(site, "fine")
+    add(site, "raising", "raise OSError('no socket')")
+    add(site, "leaving", "import os; os._exit(3)")
+    add(site, "hidden")
+    report = examine(site.registry(), timeout=60, environ={"KVCACHE_DISABLE": "kvcache-hidden"})
+    found = {each.name: (each.state, each.code, each.reason) for each in report.observers}
+    assert found["fine"] == ("available", None, "")
+    assert found["raising"] == ("broken", "OSError", "importing kvcache_raising.observer: OSError: no socket")
+    assert found["leaving"][:2] == ("broken", "crashed")
+    assert found["hidden"][0] == "disabled"
+    assert not report.healthy
+    assert list(report.to_json()["observers"][0]) == [
+        "name",
+        "qualified",
+        "distribution",
+        "version",
+        "location",
+        "editable",
+        "source",
+        "module",
+        "state",
+        "code",
+        "reason",
+        "ambiguous",
+    ]
+
+
+def test_list_and_doctor_show_them(site: Site) -> None:
+    add(site, "acme", "raise OSError('no socket')", dist="first")
+    add(site, "acme", dist="second")
+    with get_registry().isolated() as registry:
+        registry.refresh()
+        run = CliRunner()
+        listed = run.invoke(app, ["list"]).stdout
+        assert re.search(r"^OBSERVER +PROVIDED BY +VERSION +STATE", listed, re.MULTILINE)
+        assert re.search(r"^acme +first +1.0 +ambiguous: ask for it as first:acme", listed, re.MULTILINE)
+        names = [each["qualified"] for each in json.loads(run.invoke(app, ["list", "--json"]).stdout)["observers"]]
+        assert names == ["first:acme", "second:acme"]
+        done = run.invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert re.search(r"^acme +broken +first 1.0", done.stdout, re.MULTILINE)
+    assert "broken: importing first.observer: OSError: no socket" in done.stdout

@@ -201,6 +201,7 @@ def test_the_json_form_is_stable(site: Site) -> None:
         "executable",
         "platform",
         "backends",
+        "observers",
         "problems",
         "environment",
     ]

@@ -10,7 +10,7 @@ from kvcache_core.cli.output import JsonFlag, print_json, print_table
 
 if TYPE_CHECKING:
     from kvcache_core.discovery import DiscoveryProblem
-    from kvcache_core.report import BackendReport, DoctorReport
+    from kvcache_core.report import BackendReport, DoctorReport, ObserverReport
 
 __all__ = ["doctor"]
 
@@ -19,7 +19,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds each backend has to answer.", min=0.1)] = 60.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Try every installed backend and say what is wrong.
+    """Try every installed backend and observer, and say what is wrong.
 
     Each is tried in a process of its own, so that one which hangs or crashes is reported like any other. The exit
     status is 1 when something that is installed is broken, incompatible or unreadable.
@@ -45,6 +45,13 @@ def _print(report: DoctorReport) -> None:
             _print_findings(backend)
     else:
         typer.echo("\nNo backend is installed.")
+    if report.observers:
+        typer.echo("\nObservers:\n")
+        rows = [(each.name, each.state, _owner(each)) for each in report.observers]
+        print_table(("OBSERVER", "STATE", "PROVIDED BY"), rows)
+        for observer in report.observers:
+            if observer.reason:
+                typer.echo(f"\n  {observer.qualified}\n    {observer.state}: {observer.reason}")
     if report.problems:
         typer.echo("\nInstalled metadata:")
         for problem in report.problems:
@@ -57,9 +64,12 @@ def _print(report: DoctorReport) -> None:
 
 
 def _row(backend: BackendReport) -> tuple[str, ...]:
-    where = f"editable, {backend.source or backend.location}" if backend.editable else backend.location
-    owner = f"{backend.distribution} {backend.version} ({where})"
-    return backend.name, backend.state, backend.interface or "?", owner
+    return backend.name, backend.state, backend.interface or "?", _owner(backend)
+
+
+def _owner(plugin: BackendReport | ObserverReport) -> str:
+    where = f"editable, {plugin.source or plugin.location}" if plugin.editable else plugin.location
+    return f"{plugin.distribution} {plugin.version} ({where})"
 
 
 def _print_findings(backend: BackendReport) -> None:

@@ -40,7 +40,7 @@ def test_p28_it_imports_no_plugin(run: Run, site: Site) -> None:
 def test_the_json_form_is_stable(run_json: Callable[..., Any], site: Site) -> None:
     site.plugin("acme", dist="Acme-KV", package="acme_kv", version="2.1")
     listed = run_json("list")
-    assert list(listed) == ["backends", "damaged"]
+    assert list(listed) == ["backends", "observers", "damaged"]
     (acme,) = [each for each in listed["backends"] if each["name"] == "acme"]
     assert acme == {
         "name": "acme",
