@@ -145,8 +145,9 @@ class DemotedBlocks:
 
     def give_back(self, blocks: Sequence[DemotedBlock]) -> None:
         """Put claimed blocks back, as the youngest."""
+        now = time.time()
         for block in reversed(blocks):
-            self._blocks[block.place] = block
+            self._blocks[block.place] = block._replace(since=now)
 
     def promote(self, claimed: Sequence[DemotedBlock], blocks: Sequence[int]) -> None:
         """Copy claimed blocks to blocks of the device; if that raises, they are still claimed."""

@@ -371,3 +371,18 @@ def test_observers_hear_how_much_of_a_hit_comes_from_the_tier() -> None:
     assert (hit.num_tokens, hit.demoted_tokens) == (16, waiting)
     assert waiting > 0
     assert allocated.num_tokens == 16
+
+
+def test_what_was_wanted_in_vain_is_young_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    with demoting(prefix_ttl_seconds=10) as cache:
+        keep(cache, A[:9], 1)
+        keep(cache, B[:9], 2)
+        with store(cache, range(500, 532), 9):
+            now += 6
+            with pytest.raises(CacheFullError):
+                cache.allocate(token_ids=A[:9])
+            now += 6
+            assert (found(cache, A[:9]), found(cache, B[:9])) == ((8, 8), (0, 0))
+            assert cache.audit() == ()
