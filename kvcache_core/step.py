@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -456,16 +455,16 @@ def _ranges(numbers: list[int]) -> str:
 
 def make_batch(transaction: Transaction, storage: Storage) -> Batch:
     """Lay the sequences of a step out in packing order."""
-    sequences, counts = transaction.sequences, transaction.tokens.counts
-    columns = (
-        (sequence.slot for sequence in sequences),
-        (sequence.blocks for sequence in sequences),
-        transaction.starts,
-        transaction.stops,
-        accumulate(counts, initial=0),
-    )
-    segments = map(Segment._make, zip(*columns, strict=False))  # the last sum is that of all
-    return Batch(segments, storage.spec.block_size, storage.device, storage.upload, num_tokens=sum(counts))
+    num_tokens = sum(transaction.tokens.counts)
+    return Batch(_segments(transaction), storage.spec.block_size, storage.device, storage.upload, num_tokens=num_tokens)
+
+
+def _segments(transaction: Transaction) -> Iterator[Segment]:
+    """The sequences of a step, worked out when the storage looks at them."""
+    row = 0
+    for sequence, start, stop in zip(transaction.sequences, transaction.starts, transaction.stops, strict=True):
+        yield Segment(sequence.slot, sequence.blocks, start, stop, row)
+        row += stop - start
 
 
 def require_named_once(handles: Sequence[KvCacheHandle]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import compress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_core.books import Books
 from kvcache_core.new_tokens import PackedTokens
@@ -141,9 +140,16 @@ class Transactions:
         for index, room in transaction.rooms.items():
             if index in transaction.accepted or room.held_blocks:
                 unneeded += room.settle(size, stops[index])
-        self._name_tokens(transaction, stops)
+        one_each = transaction.tokens.one_each and not shortened
+        new_ids = transaction.tokens.ids if one_each else _ids_by_sequence(transaction, stops)
         transaction.state = "committed"
-        for sequence, start, stop in zip(sequences, starts, stops, strict=True):
+        for sequence, start, stop, new in zip(sequences, starts, stops, new_ids, strict=True):
+            known = sequence.token_ids
+            if len(known) == start:  # else tokens before them were not named
+                if one_each:
+                    known.append(new)
+                else:
+                    known.extend(new)
             sequence.num_tokens = stop
             sequence.version += 1
             sequence.last_access = now
@@ -158,24 +164,6 @@ class Transactions:
             self._books.release(unneeded)
         for sequence, stop in shortened:
             self._books.scrub_tail(sequence.blocks, stop)
-
-    def _name_tokens(self, transaction: Transaction, stops: Sequence[int]) -> None:
-        """Note the ids of the tokens that are kept, as far as those before them are known."""
-        sequences, starts, (counts, named, ids, one_each) = (
-            transaction.sequences,
-            transaction.starts,
-            transaction.tokens,
-        )
-        if one_each and not transaction.accepted:
-            for known, start, token in zip([each.token_ids for each in sequences], starts, ids, strict=True):
-                if len(known) == start:
-                    known.append(token)
-            return
-        at = 0
-        for sequence, start, stop, count in compress(zip(sequences, starts, stops, counts, strict=True), named):
-            if len(sequence.token_ids) == start:
-                sequence.token_ids.extend(ids[at : at + stop - start])
-            at += count
 
     def undo(self, transaction: Transaction) -> None:
         """Put the sequences back to before their step, memory included."""
@@ -198,6 +186,16 @@ class Transactions:
                 self._books.scrub_tail(sequence.blocks, start)
         finally:
             self._storage.truncate(sequence.slot, start)
+
+
+def _ids_by_sequence(transaction: Transaction, stops: Sequence[int]) -> list[Any]:
+    """The ids of the tokens that each sequence keeps; none where they are not named."""
+    counts, named, ids, _ = transaction.tokens
+    kept, at = [], 0
+    for start, stop, count, is_named in zip(transaction.starts, stops, counts, named, strict=True):
+        kept.append(ids[at : at + stop - start] if is_named else ())
+        at += count if is_named else 0
+    return kept
 
 
 def _told(transaction: Transaction, *, kept: bool = True) -> tuple[StepPart, ...]:
