@@ -448,34 +448,34 @@ static void list_units(job *j, int64_t num_sequences)
     j->num_units = u - j->units;
 }
 
-int kvcache_attend(const kvcache_group *group, const kvcache_sequence *sequences, int64_t num_sequences, int64_t layer,
-                   const void *query, int64_t query_token, int64_t query_head, int64_t num_heads, int query_dtype,
-                   void *out, double scale, int64_t window, int threads)
+int kvcache_attend(const kvcache_call *call)
 {
+    const kvcache_group *group = call->group;
+    const kvcache_sequence *sequences = call->sequences;
     const level_kernel *kernel = kernel_in_use();
     const int64_t chunk = 2 * kernel->width;
     const int64_t value_bytes = group->value_head_dim * SIZE_OF(group->dtype);
     job j = {
         .group = group,
         .sequences = sequences,
-        .layer = layer,
-        .window = window,
-        .num_heads = num_heads,
-        .group_size = num_heads / group->num_kv_heads,
-        .query = query,
-        .query_token = query_token,
-        .query_head = query_head,
-        .query_dtype = query_dtype,
-        .out = out,
-        .sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale == 0 ? 0.0f : NAN,
-        .scale = scale == 0 ? 1.0f : (float)(fabs(scale) * 1.4426950408889634), /* exp(x) = 2^(x log2(e)) */
+        .layer = call->layer,
+        .window = call->window,
+        .num_heads = call->num_heads,
+        .group_size = call->num_heads / group->num_kv_heads,
+        .query = call->query,
+        .query_token = call->query_token,
+        .query_head = call->query_head,
+        .query_dtype = (int)call->query_dtype,
+        .out = call->out,
+        .sign = call->scale > 0 ? 1.0f : call->scale < 0 ? -1.0f : call->scale == 0 ? 0.0f : NAN,
+        .scale = call->scale == 0 ? 1.0f : (float)(fabs(call->scale) * 1.4426950408889634), /* e^x = 2^(x log2 e) */
         .kernel = kernel,
         .dim_padded = round_up(group->head_dim, chunk),
         .value_padded = round_up(group->value_head_dim, chunk),
         .tile = (int)max64(GRAIN, min64(MOST_TILE, TILE_BYTES / value_bytes / 4 * 4)),
     };
     int64_t most_units = 0;
-    for (int64_t i = 0; i < num_sequences; i++) {
+    for (int64_t i = 0; i < call->num_sequences; i++) {
         const int64_t rows = sequences[i].num_new * j.group_size;
         if (rows == 0)
             continue;
@@ -488,11 +488,11 @@ int kvcache_attend(const kvcache_group *group, const kvcache_sequence *sequences
     j.units = malloc((size_t)most_units * sizeof(unit));
     if (j.units == NULL)
         return -1;
-    list_units(&j, num_sequences);
+    list_units(&j, call->num_sequences);
 
     /* A core multiplies some 32 pairs of numbers a nanosecond. */
     const int64_t ns = j.cost * (group->head_dim + group->value_head_dim) / 32;
-    int64_t workers = openmp == NULL || forked ? 1 : max64(1, min64(threads, ns / NS_A_THREAD));
+    int64_t workers = openmp == NULL || forked ? 1 : max64(1, min64(call->threads, ns / NS_A_THREAD));
     j.num_tasks = workers == 1 ? 1 : max64(workers, min64(workers * TASKS_A_THREAD, ns / NS_A_TASK));
     j.state_floats = round_up(2 * MOST_ROWS + j.rows * j.value_padded, 16);
     j.task_floats = round_up(j.rows * j.dim_padded, 16) + 3 * j.state_floats;

@@ -9,11 +9,11 @@
 #include <stdint.h>
 
 /* Changes whenever anything in this header does. */
-#define KVCACHE_ABI 1
+#define KVCACHE_ABI 2
 
 enum { KVCACHE_F32 = 0, KVCACHE_BF16 = 1, KVCACHE_F16 = 2 };
 
-enum { KVCACHE_PORTABLE = 0, KVCACHE_AVX2 = 1, KVCACHE_AVX512 = 2, KVCACHE_AVX512_BF16 = 3 };
+enum { KVCACHE_PORTABLE = 0, KVCACHE_AVX2 = 1, KVCACHE_AVX512 = 2 };
 
 /* One sequence: where its rows of layer 0 of a layer group are. Elements of a row are adjacent. */
 typedef struct {
@@ -49,21 +49,27 @@ KVCACHE_API int kvcache_use_level(int level);
 /* Run on the threads of the OpenMP runtime whose `GOMP_parallel` this is; NULL for the calling thread alone. */
 KVCACHE_API void kvcache_use_openmp(void *gomp_parallel);
 
+/* One call. The result has the dtype of the query and is contiguous; rows that are of no sequence are left alone. */
+typedef struct {
+    const kvcache_group *group;
+    const kvcache_sequence *sequences;
+    int64_t num_sequences;
+    int64_t layer;     /* its number within the group */
+    const void *query; /* [rows, num_heads, head_dim]; elements of a row are adjacent */
+    int64_t query_token, query_head;
+    int64_t num_heads;
+    int64_t query_dtype;
+    void *out; /* [rows, num_heads, value_head_dim] */
+    double scale;
+    int64_t window;  /* tokens a query sees, itself included; 0 for all */
+    int64_t threads; /* at most so many are used */
+} kvcache_call;
+
 /* Attend causally, the last query of a sequence seeing all its keys.
  *
- * query        [rows, num_heads, head_dim]
- * query_token, query_head   its strides; elements of a row are adjacent
- * query_dtype  also the dtype of `out`
- * out          [rows, num_heads, value_head_dim], contiguous; rows that are of no sequence are left alone
- * window       tokens a query sees, itself included; 0 for all
- * threads      at most so many are used
- *
- * Returns 0, or -1 when there is no memory for intermediate results; `out` is then undefined.
+ * Returns 0, or -1 when there is no memory for intermediate results; the result is then undefined.
  */
-KVCACHE_API int kvcache_attend(const kvcache_group *group, const kvcache_sequence *sequences, int64_t num_sequences,
-                               int64_t layer, const void *query, int64_t query_token, int64_t query_head,
-                               int64_t num_heads, int query_dtype, void *out, double scale, int64_t window,
-                               int threads);
+KVCACHE_API int kvcache_attend(const kvcache_call *call);
 
 /* Read the same keys and values, whose rows must be adjacent, and do nothing with them: what attention is measured
  * against. */

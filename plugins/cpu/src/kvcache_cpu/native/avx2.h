@@ -13,22 +13,31 @@ FN V L(v_add)(V a, V b) { return _mm256_add_ps(a, b); }
 FN V L(v_sub)(V a, V b) { return _mm256_sub_ps(a, b); }
 FN V L(v_mul)(V a, V b) { return _mm256_mul_ps(a, b); }
 FN V L(v_fma)(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+#if defined(__SANITIZE_ADDRESS__) /* which does not look into assembler */
+#define READS(p, size) ((void)((const volatile char *)(p))[0], (void)((const volatile char *)(p))[(size)-1])
+#else
+#define READS(p, size) ((void)0)
+#endif
+
 /* Sixteen registers are few: these keep the compiler from holding more in them than there is room for beside twelve
  * sums, and so from spilling sums in the innermost loops. */
 FN void L(v_gather)(V *sum, V a, V b) { __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b)); }
 FN void L(v_gather_from)(V *sum, V a, const float *b)
 {
+    READS(b, 32);
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "m"(*(const __m256_u *)b));
 }
 FN V L(v_keep)(const float *p)
 {
     V x;
+    READS(p, 32);
     __asm__ volatile("vmovups %1, %0" : "=x"(x) : "m"(*(const __m256_u *)p));
     return x;
 }
 FN V L(v_spread)(const float *p)
 {
     V x;
+    READS(p, 4);
     __asm__ volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
     return x;
 }
@@ -88,6 +97,7 @@ FN V L(v_second)(int dtype, const char *p)
         return _mm256_loadu_ps((const float *)p + W);
     if (dtype == KVCACHE_F16)
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1));
+    READS(p, 32);
     __asm__("vmovdqu %1, %0\n\tvpand %2, %0, %0"
             : "=&x"(y)
             : "m"(*(const __m256i_u *)p), "m"(*(const __m256i *)L(odd)));
@@ -131,3 +141,5 @@ FN void L(v_write)(int dtype, char *p, V a, V b)
         _mm_storeu_si128((__m128i *)p + 1, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
     }
 }
+
+#undef READS

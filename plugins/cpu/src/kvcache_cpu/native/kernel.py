@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ __all__ = ["MOST_NEW_TOKENS", "NativeKernel", "Rows", "RowsTable"]
 
 #: New tokens of one sequence up to which the kernel is meant to be used.
 MOST_NEW_TOKENS = 16
+
+#: `kvcache_call` of `attend.h`.
+_CALL = Struct("@10qd2q")
 
 _CODES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -119,27 +123,30 @@ class NativeKernel:
         Returns:
             `out`.
         """
-        if query.stride(2) != 1:
+        token, head, element = query.stride()
+        if element != 1:
             query = query.contiguous()
+            token, head, _ = query.stride()
         num_rows, num_heads, _ = query.shape
         if out is None:
             out = query.new_empty(num_rows, num_heads, self._value_dim)
         size = query.itemsize
-        token, head, _ = query.stride()
         failed = self._attend(
-            self._group,
-            table.address,
-            table.size,
-            layer,
-            query.data_ptr(),
-            token * size,
-            head * size,
-            num_heads,
-            _CODES[query.dtype],
-            out.data_ptr(),
-            scale,
-            window or 0,
-            torch.get_num_threads(),
+            _CALL.pack(
+                self._group,
+                table.address,
+                table.size,
+                layer,
+                query.data_ptr(),
+                token * size,
+                head * size,
+                num_heads,
+                _CODES[query.dtype],
+                out.data_ptr(),
+                scale,
+                window or 0,
+                torch.get_num_threads(),
+            )
         )
         if failed:
             raise MemoryError("no memory for the intermediate results of attention; use shorter batches")

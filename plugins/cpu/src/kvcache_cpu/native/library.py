@@ -25,13 +25,13 @@ __all__ = [
 LIBRARY = Path(__file__).with_name("_attend.so")
 
 #: The version of the interface in `attend.h`.
-ABI = 1
+ABI = 2
 
 #: The codes of the dtypes in `attend.h`.
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 #: The instruction sets, in the order of their codes in `attend.h`.
-LEVELS = ("portable code", "AVX2", "AVX-512", "AVX-512 with bfloat16")
+LEVELS = ("portable code", "AVX2", "AVX-512")
 
 _ADDRESS, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -61,21 +61,7 @@ def library() -> ctypes.CDLL:
         loaded.kvcache_use_openmp.argtypes = [_ADDRESS]
         loaded.kvcache_use_openmp.restype = None
         loaded.kvcache_attend.restype = _INT
-        loaded.kvcache_attend.argtypes = [
-            _ADDRESS,
-            _ADDRESS,
-            _INT64,
-            _INT64,
-            _ADDRESS,
-            _INT64,
-            _INT64,
-            _INT64,
-            _INT,
-            _ADDRESS,
-            ctypes.c_double,
-            _INT64,
-            _INT,
-        ]
+        loaded.kvcache_attend.argtypes = [ctypes.c_char_p]  # a packed struct: many arguments take ctypes long
         loaded.kvcache_read.restype = None
         loaded.kvcache_read.argtypes = [_ADDRESS, _ADDRESS, _INT64, _INT64, _INT]
     except (OSError, AttributeError) as error:
