@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -215,7 +215,8 @@ class EventQueue:
             try:
                 while self._waiting:
                     event, audience = self._waiting.popleft()
-                    for subscription in (audience,) if audience else tuple(self._subscriptions):
-                        subscription.tell(event)
+                    with ExitStack() as stack:  # all of them, even if an interrupt comes in the midst of one
+                        for subscription in reversed((audience,) if audience else tuple(self._subscriptions)):
+                            stack.callback(subscription.tell, event)
             finally:
                 self._delivering.release()
