@@ -1,4 +1,6 @@
-"""Attention of one new token over a long context, spread over all cores.
+"""What attends over a sequence: the compiled kernel where it can, and torch.
+
+Attention of one new token over a long context by torch, spread over all cores:
 
 The CPU kernel of `scaled_dot_product_attention` gives each kv head of a decode step to one thread, so that three
 heads leave thirteen of sixteen cores idle. Cutting the context into chunks makes more, smaller tasks, whose partial
