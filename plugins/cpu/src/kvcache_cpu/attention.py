@@ -1,8 +1,6 @@
-"""What attends over a sequence: the compiled kernel where it can, and torch.
+"""What attends over a sequence: the compiled kernel where it can, else torch, made to use all cores for one new token.
 
-Attention of one new token over a long context by torch, spread over all cores:
-
-The CPU kernel of `scaled_dot_product_attention` gives each kv head of a decode step to one thread, so that three
+torch's `scaled_dot_product_attention` gives each kv head of a decode step to one thread, so that three
 heads leave thirteen of sixteen cores idle. Cutting the context into chunks makes more, smaller tasks, whose partial
 results are merged by their log-sum-exp (as in Flash-Decoding). Merging costs about 40 µs, so that it pays only
 where at least half of the threads would have nothing to do.
