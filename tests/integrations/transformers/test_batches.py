@@ -141,6 +141,74 @@ def test_another_attention_function_under_our_name_fails_instead_of_computing_so
     assert manager.stats().used_blocks in (0, 6)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_a_second_turn_may_be_padded_too(family, attend_by, open_for):
+    model = attend_by(family)
+    cache = KvCache(open_for(model), model)
+    turns = [
+        [random_ids(length, seed=length + turn) for length in lengths]
+        for turn, lengths in enumerate([(3, 7, 5), (4, 1, 6)])
+    ]
+    whole, mask = None, torch.zeros(3, 0, dtype=torch.long)
+    for turn in turns:
+        ids, new = left_padded(turn)
+        mask = torch.cat([mask, new], dim=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        whole = turn if whole is None else [torch.cat(pair, dim=1) for pair in zip(whole, turn, strict=True)]
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask, position_ids=positions, cache=cache).logits
+            for row, prompt in enumerate(whole):
+                torch.testing.assert_close(logits[row, -1], tiny_model(family)(prompt).logits[0, -1])
+    assert [handle.token_ids for handle in cache.handles] == [tuple(prompt[0].tolist()) for prompt in whole]
+    assert cache.get_seq_length() == 7 + 6
+
+
+def test_a_model_that_counts_columns_does_so_as_on_dynamic_cache_and_its_padded_rows_have_no_ids(attend_by, open_for):
+    model = attend_by("llama")
+    cache, plain = KvCache(open_for(model), model), DynamicCache(config=model.config)
+    ids, mask = left_padded(PROMPTS)
+    with torch.no_grad():
+        for start, stop in ((0, 9), (9, 12)):
+            arguments = {"attention_mask": mask[:, :stop]}
+            got = model(ids[:, start:stop], cache=cache, **arguments).logits
+            expected = tiny_model()(ids[:, start:stop], cache=plain, **arguments).logits
+    torch.testing.assert_close(got, expected)
+    assert [len(handle.token_ids) for handle in cache.handles] == [0, 0, 9 + 3]
+    assert cache.prepare(ids, mask) == 5  # of the row without pads: as many columns as the second has pads
+
+
+@pytest.mark.parametrize("columns", [1, 5, 6, 9, 12])
+def test_crop_takes_columns_from_padded_rows(columns, model, manager):
+    ids, mask = left_padded(PROMPTS)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, shorter = KvCache(manager, model), KvCache(manager, model)
+    kept = 12 - columns
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=positions, cache=cache)
+        cache.crop(-columns)
+        assert cache.get_seq_length() == kept
+        if not kept:
+            assert manager.stats().used_blocks == 0
+            return
+        model(ids[:, :kept], attention_mask=mask[:, :kept], position_ids=positions[:, :kept], cache=shorter)
+        for ours, expected in zip(cache.layers, shorter.layers, strict=True):
+            torch.testing.assert_close(ours.keys, expected.keys)
+        again = model(ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], cache=cache).logits
+        torch.testing.assert_close(again[:, -1], model(ids, attention_mask=mask, position_ids=positions).logits[:, -1])
+
+
+def test_without_its_model_a_batch_stores_pads_as_tokens_and_is_masked_by_the_model(manager):
+    model = copy.deepcopy(tiny_model())
+    model.get_decoder()._forward_pre_hooks.clear()
+    model.get_decoder()._forward_hooks.clear()
+    ids, mask = left_padded(PROMPTS)
+    cache = KvCache(manager)
+    expected = generate(model, ids, mask, DynamicCache(config=model.config))
+    assert torch.equal(generate(model, ids, mask, cache), expected)
+    assert [handle.num_tokens for handle in cache.handles] == [21] * 3
+    assert [handle.token_ids for handle in cache.handles] == [()] * 3
+
+
 # -- passes that break off, and what a batch may not do -------------------------------------------------------
 
 
