@@ -139,10 +139,11 @@ class KvCache(Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         """Sequences in it."""
-        return len(self.pass_writer.rows)
+        return max(1, len(self.pass_writer.rows_so_far))
 
     def __repr__(self) -> str:
-        return f"<KvCache over {', '.join(map(repr, self.handles))}>"
+        rows = ", ".join(repr(row.handle) for row in self.pass_writer.rows_so_far)
+        return f"<KvCache over {rows or 'nothing yet'}>"
 
     # -- reuse -----------------------------------------------------------------------------------------------
 

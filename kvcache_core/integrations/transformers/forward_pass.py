@@ -90,7 +90,7 @@ class PassWriter:
     @property
     def num_columns(self) -> int:
         """Tokens and pads of each row, those of an unfinished pass not counted."""
-        return num_columns(self.rows)
+        return num_columns(self.rows) if self._rows or self._closed else 0
 
     def is_of(self, decoder: torch.nn.Module) -> bool:
         """Whether the rows may be of this model."""

@@ -326,6 +326,24 @@ def test_free_gives_memory_back_now_and_once(model, manager):
         cache.get_seq_length()
 
 
+def test_the_first_sequence_is_opened_when_it_is_needed(model, manager):
+    cache = KvCache(manager, model)
+    assert (repr(cache), cache.batch_size, cache.get_seq_length()) == ("<KvCache over nothing yet>", 1, 0)
+    assert (cache.get_mask_sizes(3), cache.get_max_length()) == ((3, 0), 256)
+    assert manager.list_handles() == []
+    greedy(model, random_ids(9), cache)
+    assert manager.list_handles() == [cache.handle]
+
+
+def test_a_cache_that_was_freed_before_its_first_use_cannot_be_used(model, manager):
+    cache = KvCache(manager, model)
+    cache.free()
+    for use in (cache.get_seq_length, lambda: cache.handle, lambda: greedy(model, random_ids(9), cache)):
+        with pytest.raises(HandleError, match="was freed; make another"):
+            use()
+    assert manager.list_handles() == []
+
+
 def test_a_cache_whose_manager_was_closed_goes_quietly_and_says_so_when_used(model, manager):
     cache = KvCache(manager, model)
     greedy(model, random_ids(9), cache)
