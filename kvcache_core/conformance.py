@@ -31,6 +31,9 @@ TRIED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _DEFAULT_BLOCK_SIZES = (1, 2, 4, 16)
 _MOST_BLOCK_SIZES = 4
 
+#: Seconds that importing the kit, and torch with it, may take at least.
+_STARTING_SECONDS = 300.0
+
 #: Names of the pytest exit codes that say that the tests ran.
 _ORDERLY = ("OK", "TESTS_FAILED", "NO_TESTS_COLLECTED")
 
@@ -267,13 +270,13 @@ def _follow(
         return "its output cannot be read"
     reader = threading.Thread(target=_read, args=(stdout, lines), daemon=True)
     reader.start()
-    running, status = "importing it", None
+    running, status, limit = "importing it", None, max(timeout, _STARTING_SECONDS)
     while True:
         try:
-            said = lines.get(timeout=timeout)
+            said = lines.get(timeout=limit)
         except queue.Empty:
             child.kill(process)
-            return f"{running} took more than {timeout:g} seconds"
+            return f"{running} took more than {limit:g} seconds"
         if said is None:
             break
         match said.pop("kind"):
@@ -282,7 +285,7 @@ def _follow(
             case "planned":
                 report.planned = said["count"]
             case "begins":
-                running = said["name"]
+                running, limit = said["name"], timeout
                 progress(len(report.tests), report.planned, running)
             case "test":
                 report.add(Result(**said))

@@ -107,6 +107,18 @@ def write_backend(names: BackendNames, folder: Path) -> list[Path]:
     Raises:
         KvCacheError: `folder` cannot be written to as it is; nothing has been written.
     """
+    try:
+        _require_new_or_empty(folder)
+        values = _values(names)
+        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{names.distribution}-") as draft:
+            written = [_write(Path(draft), place, text, values) for place, text in _templates()]
+            _move(Path(draft), folder)
+    except OSError as error:
+        raise KvCacheError(f"cannot write {str(folder)!r}: {error}") from error
+    return sorted(written)
+
+
+def _require_new_or_empty(folder: Path) -> None:
     parent = folder.absolute().parent
     if not parent.is_dir():
         raise KvCacheError(f"there is no directory {str(parent)!r}; make it first, or choose another")
@@ -116,14 +128,6 @@ def write_backend(names: BackendNames, folder: Path) -> list[Path]:
         raise KvCacheError(f"{str(folder)!r} is a file; choose a new or an empty directory")
     if folder.is_dir() and any(folder.iterdir()):
         raise KvCacheError(f"{str(folder)!r} is not empty; choose a new or an empty directory")
-    values = _values(names)
-    try:
-        with tempfile.TemporaryDirectory(dir=parent, prefix=f".{names.distribution}-") as draft:
-            written = [_write(Path(draft), place, text, values) for place, text in _templates()]
-            _move(Path(draft), folder)
-    except OSError as error:
-        raise KvCacheError(f"cannot write {str(folder)!r}: {error}") from error
-    return sorted(written)
 
 
 def _values(names: BackendNames) -> dict[str, str]:
