@@ -109,6 +109,11 @@ class NotOptions:
         ("default_block_size", 24),
         ("default_block_size", True),
         ("default_block_size", "16"),
+        ("round_trip_error", -0.1),
+        ("round_trip_error", 1),
+        ("round_trip_error", True),
+        ("round_trip_error", float("nan")),
+        ("round_trip_error", "0.01"),
     ],
 )
 def test_p10_a_slip_of_the_author_is_named_where_it_was_made(field: str, value: Any) -> None:

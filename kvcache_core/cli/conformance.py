@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache_core.cli.model_options import BackendOptions, let_waiting_threads_sleep, parse_options
-from kvcache_core.cli.output import JsonFlag, print_json, print_table
+from kvcache_core.cli.output import JsonFlag, precision_in_words, print_json, print_table
 
 if TYPE_CHECKING:
     from kvcache_core.conformance import ConformanceReport, Result, Subject
@@ -95,7 +95,6 @@ def _print(report: ConformanceReport) -> None:
 def _declared(subject: Subject) -> dict[str, str]:
     """What was tried, in words."""
     untried = f" (not tried: {', '.join(subject.untried_dtypes)})" if subject.untried_dtypes else ""
-    error = subject.round_trip_error
     return {
         "backend": subject.backend + (f", {subject.distribution}" if subject.distribution else ""),
         "options": ", ".join(f"{key}={value}" for key, value in subject.options.items()) or "defaults",
@@ -103,7 +102,7 @@ def _declared(subject: Subject) -> dict[str, str]:
         "dtypes": ", ".join(subject.dtypes) + untried,
         "block sizes": ", ".join(map(str, subject.block_sizes)),
         "capabilities": ", ".join(subject.capabilities) or "none beyond the contract",
-        "reads back": f"within {error:.2g} of the largest element of a row" if error else "every bit",
+        "reads back": precision_in_words(subject.round_trip_error),
     }
 
 

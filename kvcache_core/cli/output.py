@@ -13,7 +13,7 @@ import typer
 
 from kvcache_core.errors import KvCacheError, KvCacheWarning
 
-__all__ = ["ERROR_STATUS", "JsonFlag", "command", "print_json", "print_table"]
+__all__ = ["ERROR_STATUS", "JsonFlag", "command", "precision_in_words", "print_json", "print_table"]
 
 #: Exit status when a command could not do what it was asked to; click uses it for wrong usage as well.
 ERROR_STATUS = 2
@@ -82,3 +82,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE).print(table)
+
+
+def precision_in_words(round_trip_error: float) -> str:
+    """What a backend reads back of what was written."""
+    if round_trip_error:
+        return f"within {round_trip_error:.2g} of the largest element of a row"
+    return "every bit that was written"

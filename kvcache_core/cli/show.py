@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcache_core.cli.model_options import BackendOptions, parse_options
-from kvcache_core.cli.output import JsonFlag, print_json, print_table
+from kvcache_core.cli.output import JsonFlag, precision_in_words, print_json, print_table
 
 __all__ = ["show"]
 
@@ -58,10 +58,6 @@ def _declared(descriptor: Any) -> dict[str, Any]:
     }
 
 
-def _precision(error: float) -> str:
-    return f"within {error:.2g} of the largest element of a row" if error else "every bit that was written"
-
-
 def _print(facts: dict[str, Any]) -> None:
     owner, trial = facts["distribution"], facts["probe"]
     typer.echo(f"{facts['name']}: {facts['summary']}\n")
@@ -76,7 +72,7 @@ def _print(facts: dict[str, Any]) -> None:
         "placement": facts["placement"],
         "devices": ", ".join(facts["devices"]),
         "dtypes": ", ".join(facts["dtypes"]),
-        "reads back": _precision(facts["round_trip_error"]),
+        "reads back": precision_in_words(facts["round_trip_error"]),
         "block sizes": f"{sizes}; {facts['default_block_size']} unless configured",
         "capabilities": ", ".join(facts["capabilities"]) or "none beyond the contract",
         "priority": str(facts["priority"]),

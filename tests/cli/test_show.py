@@ -62,6 +62,14 @@ def test_an_unavailable_backend_shows_why(run: Run, site: Site) -> None:
     assert "unavailable (no device; plug one in)" in run("show", "acme").stdout
 
 
+def test_it_says_what_precision_is_lost(run: Run, run_json: Callable[..., Any], site: Site) -> None:
+    site.plugin("acme", round_trip_error="0.004")
+    site.plugin("exact")
+    assert "reads back    within 0.004 of the largest element of a row" in run("show", "acme").stdout
+    assert "reads back    every bit that was written" in run("show", "exact").stdout
+    assert run_json("show", "acme")["round_trip_error"] == 0.004
+
+
 def test_a_backend_without_options(run: Run, site: Site) -> None:
     site.plugin("acme")
     assert "It has no options." in run("show", "acme").stdout
