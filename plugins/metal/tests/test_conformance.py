@@ -54,6 +54,7 @@ class TestSeveralTensorsOnTheStandIn(OnTheStandIn, OracleConformance, ForkConfor
     """What moves rows about, with layers in several tensors."""
 
     options = MetalOptions(device="cpu", max_tensor_bytes=FEW_BYTES)
+    oracle_runs = 10
 
 
 @pytest.mark.slow
