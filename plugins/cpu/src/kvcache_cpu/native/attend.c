@@ -492,8 +492,8 @@ int kvcache_attend(const kvcache_call *call)
 
     /* A core multiplies some 32 pairs of numbers a nanosecond. */
     const int64_t ns = j.cost * (group->head_dim + group->value_head_dim) / 32;
-    int64_t workers = openmp == NULL || forked ? 1 : max64(1, min64(call->threads, ns / NS_A_THREAD));
-    j.num_tasks = workers == 1 ? 1 : max64(workers, min64(workers * TASKS_A_THREAD, ns / NS_A_TASK));
+    const int64_t workers = openmp == NULL || forked ? 1 : max64(1, min64(call->threads, ns / NS_A_THREAD));
+    j.num_tasks = workers == 1 ? 1 : workers * max64(1, min64(TASKS_A_THREAD, ns / workers / NS_A_TASK));
     j.state_floats = round_up(2 * MOST_ROWS + j.rows * j.value_padded, 16);
     j.task_floats = round_up(j.rows * j.dim_padded, 16) + 3 * j.state_floats;
     j.memory = malloc((size_t)(j.num_tasks * j.task_floats) * sizeof(float));
