@@ -31,7 +31,7 @@ def test_the_commands_have_the_options_and_suites_that_are_shown() -> None:
     command = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
     options = {name for parameter in command.params for name in parameter.opts}
     shown = [shlex.split(line, comments=True) for line in PAGE.splitlines() if line.startswith("$ kvcache bench")]
-    assert len(shown) == 4
+    assert len(shown) == 5
     for _, _, _, *arguments in shown:
         assert {argument for argument in arguments if argument.startswith("--")} <= options
         if "--only" in arguments:

@@ -34,6 +34,7 @@ def bench(
     plots: Annotated[
         Path | None, typer.Option(help="Folder to write PNG plots to. Needs matplotlib.", metavar="FOLDER")
     ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure against the caches that are installed, on the CPU backend.
@@ -63,6 +64,10 @@ def bench(
     written = _draw(report, plots)
     if as_json:
         print_json({**report.as_dict(), "quick": quick, "plots": [str(path) for path in written]})
+    elif markdown:
+        from kvcache_core.bench.markdown import as_markdown  # noqa: PLC0415
+
+        typer.echo(as_markdown(report), nl=False)
     else:
         _print_report(report)
         for path in written:
