@@ -239,7 +239,11 @@ def run_kit(
                 "kvcache_core.conformance_child", task, stdout=subprocess.PIPE, stderr=stderr, environ=_environment()
             )
             with process:
-                report.ending = _follow(process, report, timeout, progress)
+                try:
+                    report.ending = _follow(process, report, timeout, progress)
+                except BaseException:  # such as Ctrl-C, which the child does not get
+                    child.kill(process)
+                    raise
         report.seconds = time.monotonic() - started
         said = child.tail(errors)
     if report.ending == "USAGE_ERROR":

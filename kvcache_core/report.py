@@ -271,3 +271,6 @@ def _run(task: Mapping[str, Any], stderr: IO[bytes], timeout: float) -> int | No
         except subprocess.TimeoutExpired:
             child.kill(process)
             return None
+        except BaseException:  # such as Ctrl-C, which the child does not get
+            child.kill(process)
+            raise

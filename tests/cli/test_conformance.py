@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvcache_core import child
+from kvcache_core.conformance import run_kit
 from tests.cli.conftest import Run
 from tests.plugin_site import Site
 
@@ -133,6 +136,21 @@ def test_a_backend_that_does_not_come_back_is_reported(
     assert result.exit_code == 1
     assert "It ended early, after 0 of 1 tests: " in result.stdout
     assert ending in result.stdout
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_no_process_behind(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.plugin("acme", storage=wrong("reserve", "time.sleep(600)"), **CAPABLE)
+    started: list[Any] = []
+    start = child.start
+    monkeypatch.setattr(child, "start", lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[0])
+
+    def interrupt(done: int, planned: int, test: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_kit("acme", options={}, select="gives_back", progress=interrupt, registry=site.registry())
+    assert started[0].wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.slow
