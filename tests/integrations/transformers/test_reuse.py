@@ -148,6 +148,31 @@ def test_tenstorrent_vllm_415_a_hit_of_any_length_gives_the_logits_of_a_miss(chu
     torch.testing.assert_close(got[:, -1:], cold[:, -1:])
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+@pytest.mark.parametrize("shared", [4, 8, 11, 15, 20])
+def test_mlx_vlm_1715_a_hit_around_the_window_equals_a_cold_run(shared, family, open_for):
+    model = tiny_model(family)  # windows of 8 tokens
+    pool = open_for(model, prefix=True)
+    first = random_ids(24, seed=1)
+    answer(pool, model, first)
+    prompt = torch.cat([first[:, :shared], random_ids(9, seed=2)], dim=1)
+    assert answer(pool, model, prompt) == shared // 4 * 4
+
+
+def test_lmstudio_mlx_engine_188_what_is_found_follows_crops_and_other_continuations(model, pool):
+    cache = KvCache(pool, model)
+    first, other = random_ids(12, seed=1), random_ids(8, seed=2)
+    with torch.no_grad():
+        model(first, cache=cache)
+        cache.crop(-7)
+        model(other, cache=cache)
+    now = torch.cat([first[:, :5], other], dim=1)
+    assert cache.handle.token_ids == tuple(now[0].tolist())
+    cache.free()
+    assert answer(pool, model, torch.cat([now, random_ids(1)], dim=1)) == 12
+    assert answer(pool, model, torch.cat([first, random_ids(1)], dim=1)) == 4
+
+
 def test_a_full_cache_does_without_what_others_have_stored(open_for, model):
     pool = open_for(model, prefix=True, num_blocks=12, max_sequence_length=40)
     cache = KvCache(pool, model)
