@@ -44,9 +44,12 @@ def alone(tmp_path: Path, wheel: Builder) -> Environment:
 def changed(project: Path, folder: Path, **replacements: tuple[str, str]) -> Path:
     """A copy of a project with other text in some of its files, each named by its stem."""
     copy = folder / project.name
-    shutil.copytree(project, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.so", "benchmarks", "plugins"))
+    shutil.copytree(
+        project, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.so", "benchmarks", "examples", "plugins")
+    )
     for stem, (old, new) in replacements.items():
-        (file,) = [path for path in copy.rglob(f"{stem}.*") if path.suffix in (".py", ".toml")]
+        found = [path for path in copy.rglob(f"{stem}.*") if path.suffix in (".py", ".toml")]
+        file = min(found, key=lambda path: len(path.parts))  # the project's own, not a template's or an example's
         text = file.read_text(encoding="utf-8")
         assert text.count(old) == 1
         file.write_text(text.replace(old, new), encoding="utf-8")
