@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_core.config_files import tomllib
 from tests.packaging.environments import PROJECTS, ROOT, Environment
 
 
@@ -56,7 +57,12 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[Path],
 
 @pytest.fixture
 def environment(tmp_path: Path, wheel: Callable[[Path], Path]) -> Environment:
-    """An environment in which the core is installed from its wheel, and nothing else of ours."""
-    made = Environment(tmp_path / "environment")
+    """An environment in which the core is installed from its wheel, with what its extra for testing brings.
+
+    Nothing else is there that the outer environment has: numpy, for one, comes with neither torch nor the core.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["testing"]]
+    made = Environment(tmp_path / "environment", ["pip", "build", "hatchling", "editables", *needed])
     made.run("pip", "install", "--quiet", wheel(ROOT))
     return made
