@@ -199,6 +199,8 @@ class BackendRegistry:
             # Outside the turn of `get_once`: Python's import lock already makes threads wait for one import, and
             # a thread that imports the module on its own account may ask us while it holds that lock.
             module = state.memo.get(("module", entry.qualified), lambda: self._import_plugin(entry))
+            # So is what the turn needs: a child forked meanwhile would wait for ever for an import under way.
+            from kvcache_core import hookspecs, plugin  # noqa: F401, PLC0415 - see above
         try:
             return state.memo.get_once(("declared", entry.qualified), lambda: self._query(state, entry, module))
         except BusyError as error:
