@@ -29,4 +29,4 @@ def test_a_generated_backend_passes_its_own_tests(environment: Environment, tmp_
     environment.run("pip", "install", "-e", f"{folder}[test]")
     assert "passed" in environment.run("pytest", "-q", "-k", "not histor and not fault", cwd=folder).stdout
     (example,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    assert "my-demo" in environment.run("python", "-c", example).stdout
+    assert "MyDemoKvCacheHandle" in environment.run("python", "-c", example).stdout
