@@ -31,7 +31,7 @@ test-metal: $(STAMP)  ## On a Mac: the Metal backend on its GPU (docs/metal.md s
 	$(BIN)/python -m pytest plugins/metal/tests
 
 test-fast: $(STAMP)  ## The tests without the slow ones
-	$(BIN)/python -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'not slow'
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -88,11 +88,11 @@ def _names_and_finding(bench: Bench) -> list[Figure]:
     return [
         Figure.of("a bare chain of SHA-256 over 1,000 tokens", bare * 1e6, "µs", peer=peer, at_most=60),
         Figure.of("enter the blocks of 1,000 tokens", seconds["publish"] * 1e6, "µs", at_most=60),
-        Figure.of("the same, of the bare chain", seconds["publish"] / bare, "x", peer=peer),
+        Figure.of("enter them, of the bare chain", seconds["publish"] / bare, "x", peer=peer),
         Figure.of("name them when asked, and drop them", seconds["name and drop"] * 1e6, "µs"),
-        Figure.of("the same, of the bare chain", seconds["name and drop"] / bare, "x", peer=peer),
+        Figure.of("name and drop them, of the bare chain", seconds["name and drop"] / bare, "x", peer=peer),
         Figure.of("find 100 blocks", seconds["find"] * 1e6, "µs", at_most=30),
-        Figure.of("the same, of the bare chain", finding, "x", peer=peer),
+        Figure.of("find 100 blocks, of the bare chain", finding, "x", peer=peer),
     ]
 
 
