@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from kvcache_core.geometry import CacheGeometry, LayerGroup
 from kvcache_core.storage import Batch, Segment, StorageSpec
+from kvcache_cpu.memory import dense_views
 from kvcache_cpu.options import CpuOptions
 from kvcache_cpu.storage import CpuStorage
 
@@ -121,9 +123,26 @@ class Driver:
                 got_key, got_value = self.storage.gather(sequence.slot, (), sequence.length, layer)
                 assert_same_bits(got_key, key)
                 assert_same_bits(got_value, value)
+            self.check_elsewhere(sequence)
         if audit:
             assert list(self.storage.audit()) == []
             assert self.unaccounted_bytes <= 0
+
+    def check_elsewhere(self, sequence: Sequence) -> None:
+        """Where else the kernel may read rows, they must be the same."""
+        with self.lock:
+            count, shift = self.storage._memory.elsewhere(sequence.slot)
+        count = min(count, sequence.length)
+        if count == 0:
+            return
+        mapping = sequence.slot.mapping
+        there = (ctypes.c_char * mapping.length).from_address(mapping.address + shift)
+        keys, values = dense_views(there, self.storage.dtype, mapping.base.layout)
+        for group, key, value in zip(self.spec.geometry.groups, keys, values, strict=True):
+            for index, layer in enumerate(group.layers):
+                wanted_key, wanted_value = sequence.rows[layer]
+                assert_same_bits(key[index, :, :count].transpose(0, 1), wanted_key[:count])
+                assert_same_bits(value[index, :, :count].transpose(0, 1), wanted_value[:count])
 
     @property
     def unaccounted_bytes(self) -> int:

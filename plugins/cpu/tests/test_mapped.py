@@ -12,10 +12,11 @@ import torch
 
 from kvcache_core.errors import CacheFullError
 from kvcache_core.geometry import CacheGeometry
-from kvcache_cpu import mapped
+from kvcache_cpu import base, mapped
+from kvcache_cpu.memory import HERE
 from kvcache_cpu.pages import PAGE
 from kvcache_cpu.residency import Residency, residency
-from plugins.cpu.tests.driver import Driver, MakeDriver, Sequence
+from plugins.cpu.tests.driver import Driver, MakeDriver, Sequence, assert_same_bits
 
 #: 30 layers, 3 kv heads of 64: the shape of SmolLM2-135M. 180 runs.
 SMOL = CacheGeometry.uniform(30, 3, 64)
@@ -305,6 +306,94 @@ class TestSharing:
         driver.check(source)
 
 
+class TestWindow:
+    """Rows that several sequences read are read where their pages are mapped already."""
+
+    def test_a_step_of_a_fork_maps_no_pages_but_those_that_it_writes(self, mapped_driver: MakeDriver) -> None:
+        driver = mapped_driver(SMOL, dtype="bfloat16")
+        source = filled(driver, 500)
+        self.attend_everywhere(driver, source)
+        before = pages_of(source)
+        assert sum(before) >= 500 * TOKEN_BYTES
+        first, second = driver.fork(source), driver.fork(source)
+        for fork in (first, second):
+            self.attend_everywhere(driver, fork)
+            assert sum(pages_of(fork)) <= 2 * RUNS * PAGE
+        self.attend_everywhere(driver, source)
+        assert sum(pages_of(source)) <= 2 * RUNS * PAGE
+        driver.check(source, first, second)
+
+    def test_it_lasts_when_the_source_is_closed(self, mapped_driver: MakeDriver) -> None:
+        driver = mapped_driver(SMOL, dtype="bfloat16")
+        source = filled(driver, 500)
+        first, second = driver.fork(source), driver.fork(source)
+        driver.close(source)
+        for fork in (first, second, first):
+            self.attend_everywhere(driver, fork)
+            assert sum(pages_of(fork)) <= 2 * RUNS * PAGE
+        driver.check(first, second)
+
+    def test_it_goes_with_the_last_sequence(self, mapped_driver: MakeDriver) -> None:
+        driver = mapped_driver()
+        before = Path("/proc/self/maps").read_text().count("\n")
+        for closed_first in (False, True):
+            source = filled(driver, 100)
+            forks = [driver.fork(source), driver.fork(source, 30)]
+            if closed_first:
+                driver.close(source)
+            driver.check(*forks)
+            for sequence in forks if closed_first else [*forks, source]:
+                driver.close(sequence)
+        assert driver.storage.nbytes == 0
+        assert Path("/proc/self/maps").read_text().count("\n") <= before + 1
+
+    def test_a_system_that_refuses_it_serves_forks_all_the_same(
+        self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(address: int, length: int) -> int:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        monkeypatch.setattr(base, "lift", refused)
+        driver = mapped_driver()
+        source = filled(driver, 100)
+        forks = [driver.fork(source), driver.fork(source, 30)]
+        for sequence in (*forks, source):
+            self.attend_everywhere(driver, sequence)
+            assert driver.storage._memory.elsewhere(sequence.slot) == HERE
+        driver.check(source, *forks)
+
+    def test_a_fork_attends_bit_by_bit_as_a_sequence_of_its_own_does(self, mapped_driver: MakeDriver) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 700)
+        fork = driver.fork(source, 650)
+        own = driver.open()
+        driver.write({own: {layer: (k[:650], v[:650]) for layer, (k, v) in source.rows.items()}})
+        rows = driver.random_rows(3)
+        query = torch.randn(3, 4, 24)
+        results = [driver.attend(driver.write({sequence: rows}), 2, query) for sequence in (fork, own)]
+        assert driver.storage._memory.elsewhere(fork.slot).num_tokens >= 650
+        assert_same_bits(*results)
+
+    def test_what_the_source_writes_after_going_back_is_not_seen_there(self, mapped_driver: MakeDriver) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 300)
+        fork = driver.fork(source)
+        batch = driver.write({fork: driver.random_rows(1)})
+        query = torch.randn(1, 4, 24)
+        before = driver.attend(batch, 0, query)
+        driver.truncate(source, 50)
+        driver.append(source, 260)
+        assert_same_bits(driver.attend(batch, 0, query), before)  # the same step, planned before
+        driver.check(source, fork)
+
+    @staticmethod
+    def attend_everywhere(driver: Driver, sequence: Sequence) -> None:
+        batch = driver.write({sequence: driver.random_rows(1)})
+        for group in driver.spec.geometry.groups:
+            for layer in group.layers:
+                driver.attend(batch, layer, torch.randn(1, 2 * group.num_kv_heads, group.head_dim))
+
+
 class TestLifetime:
     def test_views_outlive_their_sequence_and_hold_its_memory(self, mapped_driver: MakeDriver) -> None:
         driver = mapped_driver()
@@ -429,6 +518,7 @@ class TestRefusal:
         source = filled(driver, 30)
         fork = driver.fork(source)
         driver.truncate(source, 10)
+        driver.check(source, fork)
         mappings = Path("/proc/self/maps").read_text().count("\n")
         with monkeypatch.context() as patch:
             self.refuse(patch, call)

@@ -5,11 +5,13 @@ import errno
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvcache_cpu import pages
-from kvcache_cpu.pages import PAGE, PageFile, discard, map_pages, mapping_fault, move, unmap
+from kvcache_cpu.pages import PAGE, PageFile, discard, lift, map_pages, mapping_fault, move, unmap
+from kvcache_cpu.residency import residency
 
 pytestmark = pytest.mark.skipif(mapping_fault() is not None, reason=str(mapping_fault()))
 
@@ -150,3 +152,34 @@ def test_a_kernel_that_does_not_know_the_no_exec_seal_gets_a_plain_file(monkeypa
     monkeypatch.setattr(os, "memfd_create", old_kernel)
     PageFile().close()
     assert len(seen) == 2
+
+
+def test_a_lifted_mapping_takes_the_page_table_along(file: PageFile) -> None:
+    length = 700 * PAGE  # more than a page table holds
+    offset = file.take(length)
+    address = map_pages(file.fd, offset, length, private=False)
+    for page in range(0, 700, 7):
+        poke(address + page * PAGE, page % 251)
+    lifted = lift(address, length)
+    assert (residency(lifted, length).shared, residency(address, length).shared) == (100 * PAGE, 0)
+    assert all(peek(lifted + page * PAGE) == page % 251 for page in range(0, 700, 7))
+    poke(address, 99)
+    poke(address + PAGE, 98)  # a page that neither had
+    assert (peek(lifted), peek(lifted + PAGE)) == (99, 98)
+    unmap(address, length)
+    assert peek(lifted) == 99
+    unmap(lifted, length)
+
+
+def test_a_refused_lift_leaves_the_mapping_and_the_address_space_as_they_were(
+    file: PageFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = map_pages(file.fd, file.take(PAGE), PAGE, private=False)
+    poke(address, 7)
+    mappings = Path("/proc/self/maps").read_text().count("\n")
+    monkeypatch.setattr(pages, "_MREMAP_DONTUNMAP", 0x800)  # a flag that no kernel knows
+    with pytest.raises(OSError, match="mremap: Invalid argument"):
+        lift(address, PAGE)
+    assert Path("/proc/self/maps").read_text().count("\n") == mappings
+    assert peek(address) == 7
+    unmap(address, PAGE)

@@ -12,7 +12,7 @@ from kvcache_core.errors import CacheFullError
 from kvcache_core.plugin import StorageSpec
 from kvcache_cpu.base import Base, Ledger, Mapping
 from kvcache_cpu.layout import Layout
-from kvcache_cpu.memory import Memory, Slot, SlotMemory
+from kvcache_cpu.memory import HERE, Elsewhere, Memory, Slot, SlotMemory
 from kvcache_cpu.pages import PageFile, copy, discard, map_pages, move, unmap, zero
 
 __all__ = ["MappedMemory", "MappedSlot"]
@@ -148,6 +148,18 @@ class MappedMemory(Memory[MappedSlot]):
                 for span in layout.page_tails(keep, mapping.extent):
                     zero(address + span.offset, span.length)
 
+    @override
+    def elsewhere(self, slot: MappedSlot) -> Elsewhere:
+        mapping = slot.mapping
+        with self._ledger:
+            base = mapping.base
+            if base.window is None and mapping.shared == 0:
+                return HERE
+            window = self._ledger.window(base)
+            if window is None:
+                return HERE
+            return Elsewhere(mapping.shared if mapping.private else mapping.extent, window - mapping.address)
+
     # -- whose writes go to the file ---------------------------------------------------------------------
 
     def _may_own(self, mapping: Mapping, start: int) -> bool:
@@ -188,6 +200,7 @@ class MappedMemory(Memory[MappedSlot]):
 
     def _disown(self, owner: Mapping) -> None:
         """Make the owner of a base private, so that what it writes is not seen by others."""
+        self._ledger.window(owner.base)  # the page table would be lost
         self._remap(owner, owner.base, private=True, copied=(0, 0))
         self._ledger.enter(owner, owner.base, private=True, shared=owner.extent)
 

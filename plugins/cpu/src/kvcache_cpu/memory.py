@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import ReferenceType
 
 import torch
@@ -14,7 +14,7 @@ from kvcache_core.plugin import CacheGeometry, StorageSpec
 from kvcache_cpu.layout import Layout
 from kvcache_cpu.pages import PAGE
 
-__all__ = ["Memory", "Slot", "SlotMemory", "dense_views"]
+__all__ = ["HERE", "Elsewhere", "Memory", "Slot", "SlotMemory", "dense_views"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,25 @@ class SlotMemory:
     own_bytes: int
     shared_tokens: int
     writes_in_place: bool
+
+
+class Elsewhere(NamedTuple):
+    """A second address at which leading rows of a sequence can be read with fewer page faults.
+
+    What is there stays as it is for as long as the sequence's tensors do and the sequence itself neither drops nor
+    rewrites these rows.
+
+    Attributes:
+        num_tokens: How many rows.
+        shift: Bytes from where they are in the sequence's own tensors to there.
+    """
+
+    num_tokens: int
+    shift: int
+
+
+#: There is none.
+HERE = Elsewhere(0, 0)
 
 
 #: The keys of each layer group, and the values.
@@ -141,6 +160,10 @@ class Memory(ABC, Generic[SlotT]):
     def after_write(self, slot: SlotT, group: int, index: int) -> None:
         """Do what must follow a write to layer `index` of a group."""
         return
+
+    def elsewhere(self, slot: SlotT) -> Elsewhere:
+        """Return where the rows of a sequence had better be read."""
+        return HERE
 
     @property
     @abstractmethod

@@ -21,6 +21,7 @@ __all__ = [
     "PageFile",
     "copy",
     "discard",
+    "lift",
     "map_pages",
     "mapping_fault",
     "move",
@@ -31,18 +32,23 @@ __all__ = [
 #: Bytes of a page.
 PAGE = mmap.PAGESIZE
 
+_NOTHING = 0x0
 _READ_WRITE = 0x1 | 0x2
 _MAP_SHARED = 0x1
 _MAP_PRIVATE = 0x2
+_MAP_ANONYMOUS = 0x20
 # Without it a private mapping of 40 GiB is charged in full when it is made, and refused.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MREMAP_MAYMOVE = 0x1
 _MREMAP_FIXED = 0x2
+_MREMAP_DONTUNMAP = 0x4
 _MADV_DONTNEED = 4
 _FALLOC_FL_KEEP_SIZE = 0x1
 _FALLOC_FL_PUNCH_HOLE = 0x2
 _MFD_NOEXEC_SEAL = 0x8
 _MAP_FAILED = ctypes.c_void_p(-1).value
+# Page tables move as wholes between addresses that are equal modulo this.
+_TABLE = 2 << 20
 
 
 @cache
@@ -91,6 +97,32 @@ def move(source: int, length: int, target: int) -> None:
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
     if _libc().mremap(source, length, length, flags, target) == _MAP_FAILED:
         raise _fail("mremap")
+
+
+def lift(address: int, length: int) -> int:
+    """Map what a shared mapping maps a second time, take the page table over, and return the new address.
+
+    Reading at the new address meets no page faults where the old one would not have. The old mapping stays, and is
+    as if it had not been touched yet. Costs some 50 µs for each 100 MB.
+
+    Raises:
+        OSError: The system refuses; Linux before 5.13 always does.
+    """
+    libc = _libc()
+    room = length + _TABLE
+    start = libc.mmap(None, room, _NOTHING, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    if start == _MAP_FAILED:
+        raise _fail("mmap")
+    target = start + (address - start) % _TABLE
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    if libc.mremap(address, length, length, flags, target) == _MAP_FAILED:
+        error = _fail("mremap")
+        unmap(start, room)
+        raise error
+    for gap, size in ((start, target - start), (target + length, start + room - target - length)):
+        if size:
+            unmap(gap, size)
+    return int(target)
 
 
 def unmap(address: int, length: int) -> None:

@@ -112,7 +112,7 @@ class CpuStorage(Storage):
 
     @override
     def plan(self, batch: Batch) -> StepPlan:
-        return StepPlan(batch, self._geometry, self._memory.wrote_in_bulk)
+        return StepPlan(batch, self._geometry, self._memory)
 
     @override
     def write(self, batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from weakref import ref
 
 import torch
 
 from kvcache_core.plugin import Batch, CacheGeometry, Segment
-from kvcache_cpu.memory import Slot
+from kvcache_cpu.memory import Memory, Slot
 from kvcache_cpu.native.kernel import MOST_NEW_TOKENS, Rows, RowsTable
 
 __all__ = ["StepPlan", "StepViews"]
@@ -27,12 +28,9 @@ class StepPlan:
 
     __slots__ = ("_tables", "long", "parts", "short")
 
-    def __init__(self, batch: Batch, geometry: CacheGeometry, wrote_in_bulk: Callable[[Slot], bool]) -> None:
+    def __init__(self, batch: Batch, geometry: CacheGeometry, memory: Memory[Any]) -> None:
         self._tables: dict[int, RowsTable] = {}
-        self.parts = [
-            StepViews(segment, geometry, self._tables, in_bulk=wrote_in_bulk(segment.slot))
-            for segment in batch.segments
-        ]
+        self.parts = [StepViews(segment, geometry, self._tables, memory) for segment in batch.segments]
         self.short = [part for part in self.parts if part.num_new_tokens <= MOST_NEW_TOKENS]
         self.long = [part for part in self.parts if part.num_new_tokens > MOST_NEW_TOKENS]
 
@@ -61,6 +59,7 @@ class StepViews:
         "__weakref__",
         "_context",
         "_geometry",
+        "_memory",
         "_start",
         "_stop",
         "_tables",
@@ -72,12 +71,13 @@ class StepViews:
     )
 
     def __init__(
-        self, segment: Segment, geometry: CacheGeometry, tables: dict[int, RowsTable], *, in_bulk: bool
+        self, segment: Segment, geometry: CacheGeometry, tables: dict[int, RowsTable], memory: Memory[Any]
     ) -> None:
         self.slot: Slot = segment.slot
         self.num_new_tokens = segment.num_new_tokens
         self.row = segment.row
-        self.in_bulk = in_bulk
+        self.in_bulk = memory.wrote_in_bulk(segment.slot)
+        self._memory = memory
         self._geometry = geometry
         self._start = segment.start
         self._stop = segment.stop
@@ -102,7 +102,8 @@ class StepViews:
     def rows(self, group: int) -> Rows:
         """All rows of a layer group, the new ones included."""
         keys, values = self.slot.tensors
-        return Rows(keys[group], values[group], self._stop, self.num_new_tokens, self.row)
+        elsewhere = self._memory.elsewhere(self.slot)
+        return Rows(keys[group], values[group], self._stop, self.num_new_tokens, self.row, *elsewhere)
 
     def clear(self) -> None:
         """Let go of the memory."""

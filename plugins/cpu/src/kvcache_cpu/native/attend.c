@@ -35,6 +35,7 @@
 typedef struct {
     const char *key, *value; /* row 0 of the kv head */
     int64_t key_token, value_token;
+    int64_t num_elsewhere, shift;
     int64_t dim, dim_padded, value_dim, value_padded; /* padded to whole chunks */
     const float *query;                               /* [rows, dim_padded], in the order of the chunks */
     float scale;                                      /* positive, and for powers of 2 */
@@ -363,6 +364,8 @@ static void do_part(job *j, int64_t task, unit *u, int64_t first, int64_t stop)
         .value = s->value + j->layer * s->value_layer + u->head * s->value_head,
         .key_token = s->key_token,
         .value_token = s->value_token,
+        .num_elsewhere = s->num_elsewhere,
+        .shift = s->shift,
         .dim = g->head_dim,
         .dim_padded = j->dim_padded,
         .value_dim = g->value_head_dim,
@@ -552,10 +555,13 @@ static void read_parts(void *data)
                 const int64_t head = run / 2;
                 const char *p = run % 2 ? s->value + r->layer * s->value_layer + head * s->value_head
                                         : s->key + r->layer * s->key_layer + head * s->key_head;
-                const int64_t size = s->length * (run % 2 ? s->value_token : s->key_token);
+                const int64_t token = run % 2 ? s->value_token : s->key_token, size = s->length * token;
                 const int64_t first = max64(start - at, 0), stop = min64(end - at, size);
-                if (first < stop)
-                    seen |= read_run(p + first, stop - first);
+                const int64_t here = max64(first, min64(stop, s->num_elsewhere * token));
+                if (first < here)
+                    seen |= read_run(p + s->shift + first, here - first);
+                if (here < stop)
+                    seen |= read_run(p + here, stop - here);
                 at += size;
             }
         }

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Changes whenever anything in this header does. */
-#define KVCACHE_ABI 2
+#define KVCACHE_ABI 3
 
 enum { KVCACHE_F32 = 0, KVCACHE_BF16 = 1, KVCACHE_F16 = 2 };
 
@@ -23,6 +23,9 @@ typedef struct {
     int64_t length;  /* tokens, the new ones included */
     int64_t num_new; /* new tokens, at most `length`; may be 0 */
     int64_t row;     /* where the first of them is in the query and in the result */
+    /* The same keys and values of the first `num_elsewhere` tokens are `shift` bytes further on too, and are read
+     * there, but for three of them at most. */
+    int64_t num_elsewhere, shift;
 } kvcache_sequence;
 
 /* What all layers of a group have in common. */

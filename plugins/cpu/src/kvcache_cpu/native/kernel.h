@@ -251,13 +251,27 @@ FN void L(meet)(const int dtype, const piece *x, int row, int rows, int64_t firs
             most[slot * 4 + i] = x->most[row + r];
         total[slot * 4] = x->total[row + r];
     }
+    piece elsewhere = *x;
+    elsewhere.key += x->shift;
+    elsewhere.value += x->shift;
     for (int64_t at = first; at < stop; at += x->tile) {
         const int count = stop - at < x->tile ? (int)(stop - at) : x->tile;
+        const int64_t left = x->num_elsewhere - at;
+        const int there = left >= count ? count : left > 0 ? (int)left / 4 * 4 : 0; /* keys to read elsewhere */
+        const struct {
+            const piece *x;
+            int from, to;
+        } places[2] = {{&elsewhere, 0, there}, {x, there, count}}; /* both in whole fours: sums come out the same */
         const int fours = (count + 3) / 4;
         for (int b = 0; b < blocks; b++) {
             const int here = rows - b * block < block ? rows - b * block : block;
             const float *q = x->query + (row + b * block) * x->dim_padded;
-            BY_ROWS(here, L(score_tile)(dtype, ROWS, x, q, at, count, scores + b * room * 4, slots, b == 0))
+            for (int i = 0; i < 2; i++) {
+                const int from = places[i].from, part = places[i].to - from;
+                float *s = scores + b * room * 4 + from * slots;
+                if (part > 0)
+                    BY_ROWS(here, L(score_tile)(dtype, ROWS, places[i].x, q, at + from, part, s, slots, b == 0))
+            }
             for (int r = (here + FOLDED - 1) / FOLDED * FOLDED; r < room; r++)
                 for (int f = 0; f < fours; f++)
                     for (int i = 0; i < 4; i++)
@@ -278,7 +292,12 @@ FN void L(meet)(const int dtype, const piece *x, int row, int rows, int64_t firs
             const int here = rows - b * block < block ? rows - b * block : block;
             float *sums = x->sums + (row + b * block) * x->value_padded;
             const int64_t next = stop - at >= 2 * x->tile ? at + x->tile : at;
-            BY_ROWS(here, L(weigh_tile)(dtype, ROWS, x, at, count, scores + b * room * 4, slots, sums, next))
+            for (int i = 0; i < 2; i++) {
+                const int from = places[i].from, part = places[i].to - from;
+                const float *s = scores + b * room * 4 + from * slots;
+                if (part > 0)
+                    BY_ROWS(here, L(weigh_tile)(dtype, ROWS, places[i].x, at + from, part, s, slots, sums, next))
+            }
         }
     }
     for (int r = 0; r < rows; r++) {

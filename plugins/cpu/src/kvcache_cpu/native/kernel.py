@@ -35,6 +35,8 @@ class Rows(NamedTuple):
         length: Tokens, the new ones included.
         num_new_tokens: How many are new.
         row: Row of the first new token in packed tensors.
+        num_elsewhere: Leading tokens that are read at another address.
+        shift: Bytes from where they are in `keys` and `values` to there.
     """
 
     keys: torch.Tensor
@@ -42,6 +44,8 @@ class Rows(NamedTuple):
     length: int
     num_new_tokens: int
     row: int
+    num_elsewhere: int = 0
+    shift: int = 0
 
 
 class RowsTable:
@@ -52,7 +56,7 @@ class RowsTable:
     def __init__(self, rows: Sequence[Rows]) -> None:
         self._tensors = [(each.keys, each.values) for each in rows]
         numbers = array("q")
-        for keys, values, length, num_new_tokens, row in rows:
+        for keys, values, length, num_new_tokens, row, num_elsewhere, shift in rows:
             size = keys.itemsize
             key_layer, key_head, key_token, _ = keys.stride()
             value_layer, value_head, value_token, _ = values.stride()
@@ -69,6 +73,8 @@ class RowsTable:
                     length,
                     num_new_tokens,
                     row,
+                    num_elsewhere,
+                    shift,
                 )
             )
         self._numbers = numbers

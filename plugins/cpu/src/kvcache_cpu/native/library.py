@@ -25,7 +25,7 @@ __all__ = [
 LIBRARY = Path(__file__).with_name("_attend.so")
 
 #: The version of the interface in `attend.h`.
-ABI = 2
+ABI = 3
 
 #: The codes of the dtypes in `attend.h`.
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
