@@ -77,7 +77,7 @@ class TestMemory:
         driver = mapped_driver(SMOL, dtype="bfloat16")
         source = filled(driver, 100)
         fork, other = driver.fork(source), driver.fork(source)
-        driver.append(other, 1)  # takes the place of the owner, so that the fork stays private
+        driver.append(other, 65)  # takes the place of the owner, so that the fork stays private
         driver.append(fork, 400)
         assert pages_of(fork).private >= 400 * TOKEN_BYTES
         driver.truncate(fork, 200)
@@ -102,12 +102,12 @@ class TestMemory:
         runs, token_bytes = 12, 12 * 64 * 2
         source = filled(driver, 40)
         first, second = driver.fork(source), driver.fork(source)
-        driver.append(first, 1)
+        driver.append(first, 65)
         for num_tokens in (500, *[1] * 100):
             driver.append(second, num_tokens)
         assert second.slot.mapping.private
         taken = driver.storage._memory._ledger.file.committed + pages_of(second).private
-        assert taken <= 1.02 * (40 + 1 + 600) * token_bytes + 3 * runs * PAGE
+        assert taken <= 1.02 * (40 + 65 + 600) * token_bytes + 3 * runs * PAGE
         driver.check(source, first, second)
 
     def test_empty_pages_are_accounted_for_when_another_sequence_goes_during_the_step(
@@ -237,7 +237,7 @@ class TestSharing:
         driver = mapped_driver(SMOL, dtype="bfloat16")
         source = filled(driver, 512)
         first, child = driver.fork(source), driver.fork(source)
-        driver.append(first, 1)
+        driver.append(first, 65)
         driver.append(child, 32)
         assert child.slot.mapping.private
         assert driver.storage.shared_tokens(child.slot, 544) == 512
@@ -285,6 +285,40 @@ class TestSharing:
         assert not fork.slot.mapping.private
         assert fork.slot.mapping.base is not source.slot.mapping.base
         driver.close(source)
+        driver.check(fork)
+
+    @pytest.mark.parametrize("steps", [[65], [64, 1], [1] * 65])
+    def test_a_fork_takes_the_place_of_the_owner_once_it_has_more_than_64_rows_of_its_own(
+        self, mapped_driver: MakeDriver, steps: list[int]
+    ) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 100)
+        fork = driver.fork(source)
+        for num_tokens in steps:
+            assert fork.slot.mapping.private
+            driver.append(fork, num_tokens)
+        assert source.slot.mapping.private
+        assert not fork.slot.mapping.private
+        driver.append(source, 3)
+        driver.check(source, fork)
+
+    def test_a_fork_never_takes_the_place_of_an_owner_that_has_gone_on(self, mapped_driver: MakeDriver) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 100)
+        fork = driver.fork(source)
+        driver.append(source, 1)
+        for _ in range(2):
+            driver.append(fork, 100)
+        assert not source.slot.mapping.private
+        driver.check(source, fork)
+
+    def test_a_fork_becomes_the_owner_at_once_where_there_is_none(self, mapped_driver: MakeDriver) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 100)
+        fork = driver.fork(source)
+        driver.close(source)
+        driver.append(fork, 1)
+        assert not fork.slot.mapping.private
         driver.check(fork)
 
     def test_a_fork_of_an_empty_sequence_is_an_empty_sequence(self, mapped_driver: MakeDriver) -> None:

@@ -17,6 +17,9 @@ from kvcache_cpu.pages import PageFile, copy, discard, map_pages, move, unmap, z
 
 __all__ = ["MappedMemory", "MappedSlot"]
 
+#: Rows of its own from which on a fork takes the place of a living owner, if it may.
+_WORTH_OWNING = 64
+
 
 class MappedSlot(Slot):
     """A sequence in mapped memory.
@@ -111,7 +114,7 @@ class MappedMemory(Memory[MappedSlot]):
                     self._share_less(mapping, start)
                     if mapping.shared == 0:
                         self._try_to_move_out(mapping, start)
-                    elif mapping.shared == start and self._may_own(mapping, start):
+                    elif self._wants_to_own(mapping, stop) and self._may_own(mapping, mapping.shared):
                         self._try_to_own(mapping)
             mapping.extent = max(mapping.extent, stop)
             if not mapping.private:
@@ -161,6 +164,14 @@ class MappedMemory(Memory[MappedSlot]):
             return Elsewhere(mapping.shared if mapping.private else mapping.extent, window - mapping.address)
 
     # -- whose writes go to the file ---------------------------------------------------------------------
+
+    def _wants_to_own(self, mapping: Mapping, stop: int) -> bool:
+        """Whether a private mapping that is to have `stop` rows had better be the owner of its base.
+
+        Where there is an owner already it costs some milliseconds: the dirty pages of one mapping are unmapped and
+        those of the other have to be mapped again. A fork of which little becomes never pays that.
+        """
+        return mapping.base.owner is None or stop - mapping.shared > _WORTH_OWNING
 
     def _may_own(self, mapping: Mapping, start: int) -> bool:
         """Whether rows from `start` on can be written to the base's file without anybody else seeing it."""
