@@ -60,6 +60,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
         },
     ),
+    "mixtral": (  # each token goes to two of four experts
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gemma3n": (  # the upper layers read the K and V of lower ones
         "Gemma3nTextConfig",
         "Gemma3nForCausalLM",

@@ -27,10 +27,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvcache_core.errors import UnsupportedError
+from kvcache_core.integrations.transformers.known_masks import look_up
+from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.integrations.transformers.pending import (
     built_mask,
-    is_known,
+    is_of_batch,
     is_pending,
+    of_batch,
     pending_mask,
     written_layer,
 )
@@ -81,24 +84,63 @@ def attention_forward(
             )
     written = written_layer(key)
     if written is not None:
-        if not dropout and (attention_mask is None or is_pending(attention_mask)) and _is_plain(module, kwargs):
+        if not dropout and _is_plain(module, query, attention_mask, kwargs):
             if written.prefers_attend:
                 return written.attend(query, scaling), None
             if query.shape[2] == 1 and query.dtype is torch.float32:
                 return _attend_folded(query, key, value, scaling), None
         if written.dense is not None:
             key, value = written.dense()
+        if written.model_packing is not None:
+            return _attend_batch(
+                written.model_packing, module, query, key, value, attention_mask, dropout, scaling, **kwargs
+            )
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, built_mask(attention_mask), dropout=dropout, scaling=scaling, **kwargs
     )
     return result
 
 
-def _is_plain(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+def _is_plain(
+    module: torch.nn.Module, query: torch.Tensor, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    """Whether each token attends over what is cached before it, and over nothing else."""
+    if kwargs.get("position_bias") is not None:
+        return False
+    if attention_mask is not None:
+        return is_pending(attention_mask)  # which says as much, whatever `is_causal` says
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    return is_causal is not False and kwargs.get("position_bias") is None
+    return is_causal is not False or query.shape[2] == 1
+
+
+def _attend_batch(
+    packing: Packing,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention by sdpa where K, V and mask are those of a batch and the model runs over its packed tokens.
+
+    Raises:
+        UnsupportedError: The model has made the mask itself, of what it runs over.
+    """
+    if attention_mask is None or not is_of_batch(attention_mask):
+        raise UnsupportedError(
+            f"{type(module).__name__} makes a mask of its own, which does not fit a batch that runs without its pads: "
+            "call model.set_attn_implementation('sdpa')",
+            capability="own_mask",
+        )
+    mask = built_mask(attention_mask)
+    query = packing.unpack(query[0].transpose(0, 1)).transpose(1, 2)
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    return packing.pack_columns(out)[None], None
 
 
 def _attend_folded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -136,6 +178,12 @@ def attention_mask(
     Returns:
         As `sdpa_mask`; a stand-in where the cache knows the 2-D mask and so needs none.
     """
+    shape = (batch_size, 1, q_length, kv_length)
+    known = look_up(attention_mask)
+    if known is not None and known.is_packed:
+        attention_mask, q_length = known.batch, known.width
+        batch_size, kv_length = attention_mask.shape
+        q_offset, kv_offset = kv_length - q_length, 0
     build: Callable[[], torch.Tensor | None] = partial(
         sdpa_mask,
         batch_size,
@@ -148,9 +196,11 @@ def attention_mask(
         use_vmap=use_vmap,
         **kwargs,
     )
-    if is_known(attention_mask) and allow_is_causal_skip and not use_vmap:
-        return pending_mask(build, (batch_size, 1, q_length, kv_length))
-    return build()
+    if known is None:
+        return build()
+    if allow_is_causal_skip and not use_vmap:
+        return pending_mask(build, shape)
+    return of_batch(build())
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

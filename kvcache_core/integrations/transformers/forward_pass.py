@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType
 
 import torch
@@ -17,13 +17,28 @@ import torch
 from kvcache_core.errors import HandleError, ShapeError, StepError, UnsupportedError
 from kvcache_core.handle import KvCacheHandle
 from kvcache_core.integrations.transformers.dense import KeyValue, as_model_reads, joined, padded
+from kvcache_core.integrations.transformers.known_masks import known_mask
 from kvcache_core.integrations.transformers.open_step import OpenStep
+from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.integrations.transformers.pass_plan import PassPlan, SpecialTokens, plan_pass
-from kvcache_core.integrations.transformers.pending import known_mask
 from kvcache_core.integrations.transformers.rows import Row, discard, drop, num_columns
 from kvcache_core.manager import KvCacheManager
 
-__all__ = ["PassWriter", "not_supported"]
+__all__ = ["PassInput", "PassWriter", "not_supported"]
+
+
+class PassInput(NamedTuple):
+    """What to call a model with.
+
+    Attributes:
+        attention_mask: The mask.
+        packing: How to pack everything else, or None to leave it as it is.
+        columns: Columns before the pass.
+    """
+
+    attention_mask: torch.Tensor | None
+    packing: Packing | None
+    columns: int
 
 
 @dataclass
@@ -35,6 +50,7 @@ class _ForwardPass:
         announced: Whether a hook has said that it began, and so will say that it ended.
         stored: Whether it stores what it computes (`use_cache`).
         pending: Whether `update` returns stand-ins, since our attention function reads the cache itself.
+        packing: How the batch was packed before the model ran, if it was.
         opened: What takes its K and V; opened by the first layer.
         layers: Layers written so far.
     """
@@ -43,6 +59,7 @@ class _ForwardPass:
     announced: bool = False
     stored: bool = True
     pending: bool = False
+    packing: Packing | None = None
     opened: OpenStep | None = None
     layers: set[int] = field(default_factory=set)
 
@@ -108,7 +125,8 @@ class PassWriter:
         attention_mask: torch.Tensor | None,
         stored: bool = True,
         attends: bool = False,
-    ) -> torch.Tensor | None:
+        may_pack: Callable[[], bool] | None = None,
+    ) -> PassInput:
         """Note that a forward pass begins, and refuse one that this cache cannot hold.
 
         Args:
@@ -119,9 +137,10 @@ class PassWriter:
             attention_mask: The mask, if given.
             stored: False to attend over the cache without adding to it (`use_cache=False`).
             attends: Whether attention is ours, so that K and V need not be laid out for it.
+            may_pack: Tells whether the model may be run over one row of packed tokens instead of over the batch.
 
         Returns:
-            The mask to call the model with.
+            What to call the model with.
 
         Raises:
             ShapeError: The pass does not continue where the cache ends.
@@ -138,13 +157,22 @@ class PassWriter:
         )
         is_dense = plan.is_plain and not self.rows[0].gaps
         pending = attends and stored and (not is_dense or self.manager.storage.prefers_attend(width))
-        self._pass = _ForwardPass(plan, announced=True, stored=stored, pending=pending)
-        if not self._pass.pending or getattr(attention_mask, "ndim", 2) != 2:
-            return attention_mask
+        self._pass = current = _ForwardPass(plan, announced=True, stored=stored, pending=pending)
+        if not pending or getattr(attention_mask, "ndim", 2) != 2:
+            return PassInput(attention_mask, None, plan.columns)
+        columns = plan.columns + width
         if attention_mask is None:
-            columns = self.num_columns + width
             attention_mask = torch.ones(num_rows, columns, dtype=torch.bool, device=self.manager.device)
-        return known_mask(attention_mask)
+        if plan.has_surplus and plan.num_stored and may_pack is not None and may_pack():
+            current.packing = plan.packing(self.manager.device)
+            batch = attention_mask[:, :columns].expand(num_rows, columns)
+            return PassInput(known_mask(batch, width, plan.num_stored), current.packing, plan.columns)
+        return PassInput(known_mask(attention_mask, width), None, plan.columns)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the batch of the pass under way was packed before the model ran, if it was."""
+        return self._pass.packing
 
     def end(self, *, succeeded: bool) -> None:
         """Note that the announced pass is over: commit it whole, or roll it back.
@@ -222,11 +250,13 @@ class PassWriter:
             )
         opened = current.opened
         if opened is None:
-            plan = current.plan = _fitting(current.plan, key)
+            plan = current.plan = _fitting(current.plan, key, packed=current.packing is not None)
             if not current.stored:
                 current.layers.add(layer)
                 return joined(self._cached(layer, plan), key, value)
-            opened = current.opened = OpenStep(self.manager, self.rows, plan, pending=current.pending)
+            opened = current.opened = OpenStep(
+                self.manager, self.rows, plan, pending=current.pending, packing=current.packing
+            )
         result = opened.write(layer, key, value)
         current.layers.add(layer)
         if not current.announced and len(current.layers) == len(self._caching_layers):
@@ -271,14 +301,14 @@ class PassWriter:
         return current
 
 
-def _fitting(plan: PassPlan | None, key: torch.Tensor) -> PassPlan:
+def _fitting(plan: PassPlan | None, key: torch.Tensor, *, packed: bool) -> PassPlan:
     """The plan of a pass, now that its first layer tells how many columns it has."""
     if plan is None:
         raise StepError("a forward pass was not planned")
     num_rows, width = key.shape[0], key.shape[2]
-    if (num_rows, width) == (plan.num_rows, plan.width):
+    if (num_rows, width) == ((1, plan.num_stored) if packed else (plan.num_rows, plan.width)):
         return plan
-    if num_rows != plan.num_rows or plan.is_token is not None:
+    if packed or num_rows != plan.num_rows or plan.is_token is not None:
         raise ShapeError(
             f"the model was called with {plan.num_rows} rows of {plan.width} tokens and caches {num_rows} of {width}"
         )

@@ -25,12 +25,21 @@ class OpenStep:
         rows: The rows before the pass, which `abort` leaves as they are.
         plan: What the pass adds.
         pending: Whether `write` returns stand-ins, since our attention function reads the cache itself.
+        packing: How the model's batch was packed before it ran, if it was: it then computes one row of tokens.
 
     Raises:
         CacheFullError: There is no room; nothing has changed.
     """
 
-    def __init__(self, manager: KvCacheManager, rows: Sequence[Row], plan: PassPlan, *, pending: bool) -> None:
+    def __init__(
+        self,
+        manager: KvCacheManager,
+        rows: Sequence[Row],
+        plan: PassPlan,
+        *,
+        pending: bool,
+        packing: Packing | None = None,
+    ) -> None:
         self._former = rows
         self._plan = plan
         self._pending = pending
@@ -44,7 +53,10 @@ class OpenStep:
             drop(before, keep=rows)
             raise
         self._rows = [plan.row_after(row, number) for row, number in zip(before, stored, strict=True)]
-        self._packing = Packing(plan.num_rows, plan.is_token, plan.leaders, plan.followers, manager.device)
+        self._model_packing = packing
+        self._packing = (
+            plan.packing(manager.device) if packing is None else Packing.of_one_row(plan.num_stored, manager.device)
+        )
         self._prefers_attend = manager.storage.prefers_attend(plan.width)
         self._is_dense = plan.num_rows == 1 and not self._rows[0].gaps
         self._stand_ins: dict[tuple[int, int], torch.Tensor] = {}
@@ -59,11 +71,11 @@ class OpenStep:
         self._step.write(layer, packing.pack(key), packing.pack(value))
         if not self._pending:
             keys, values = self._dense(layer, key.dtype, value.dtype)
-            note_layer(keys, WrittenLayer(self._step, layer, packing, None, self._prefers_attend))
+            note_layer(keys, WrittenLayer(self._step, layer, packing, None, None, self._prefers_attend))
             return keys, values
         keys, values = self._stand_in(key).detach(), self._stand_in(value)
         dense = partial(self._dense, layer, key.dtype, value.dtype)
-        note_layer(keys, WrittenLayer(self._step, layer, packing, dense, prefers_attend=True))
+        note_layer(keys, WrittenLayer(self._step, layer, packing, self._model_packing, dense, prefers_attend=True))
         return keys, values
 
     def commit(self) -> list[Row]:
@@ -115,6 +127,6 @@ class OpenStep:
         heads, dim = new.shape[1], new.shape[3]
         known = self._stand_ins.get((heads, dim))
         if known is None:
-            shape = (self._plan.num_rows, heads, self._plan.columns + self._plan.width, dim)
+            shape = (new.shape[0], heads, self._plan.columns + new.shape[2], dim)
             known = self._stand_ins[heads, dim] = torch.empty(shape, dtype=new.dtype, device="meta")
         return known

@@ -9,6 +9,7 @@ from itertools import compress
 import torch
 
 from kvcache_core.errors import ShapeError
+from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.integrations.transformers.padding import are_by_column, read_mask
 from kvcache_core.integrations.transformers.rows import Row, num_columns
 
@@ -58,6 +59,21 @@ class PassPlan:
     def is_plain(self) -> bool:
         """Whether it is over one row, and adds no pads."""
         return self.num_rows == 1 and self.is_token is None
+
+    @property
+    def has_surplus(self) -> bool:
+        """Whether a model that computes all columns of all rows computes more than is stored."""
+        return self.is_token is not None or self.leaders is not None
+
+    def packing(self, device: torch.device) -> Packing:
+        """The way between the batch and what is stored of it."""
+        return Packing(self.num_rows, self.width, self.is_token, self.leaders, self.followers, device)
+
+    @property
+    def num_stored(self) -> int:
+        """How many tokens are stored."""
+        added = [self.new_tokens[number] for number in self.stored_rows]
+        return sum(new if isinstance(new, int) else len(new) for new in added)
 
     @property
     def stored_rows(self) -> Sequence[int]:

@@ -18,10 +18,10 @@ from kvcache_core.step import Step
 __all__ = [
     "WrittenLayer",
     "built_mask",
-    "is_known",
+    "is_of_batch",
     "is_pending",
-    "known_mask",
     "note_layer",
+    "of_batch",
     "pending_mask",
     "written_layer",
 ]
@@ -34,6 +34,7 @@ class WrittenLayer(NamedTuple):
         step: The step that holds the K and V of the layer.
         layer: The layer.
         packing: The way between the model's tensors and the step's.
+        model_packing: The way between the batch and the model's tensors, where the model runs without the pads.
         dense: Makes K and V as the model knows them, where the ones at hand are stand-ins; else None.
         prefers_attend: Whether to have the backend attend, rather than to attend over K and V.
     """
@@ -41,13 +42,14 @@ class WrittenLayer(NamedTuple):
     step: Step
     layer: int
     packing: Packing
+    model_packing: Packing | None
     dense: Callable[[], KeyValue] | None
     prefers_attend: bool
 
     def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attend `[rows, heads, columns, dim]` causally; returns `[rows, columns, heads, value dim]`."""
         packing = self.packing
-        return packing.unpack(self.step.attend(self.layer, packing.pack(query), scale=scale), query.shape[2])
+        return packing.unpack(self.step.attend(self.layer, packing.pack(query), scale=scale))
 
 
 def note_layer(key: torch.Tensor, written: WrittenLayer) -> None:
@@ -58,20 +60,6 @@ def note_layer(key: torch.Tensor, written: WrittenLayer) -> None:
 def written_layer(key: torch.Tensor) -> WrittenLayer | None:
     """Where a K came from, or None if it is no `KvCache`'s."""
     return cast("WrittenLayer | None", getattr(key, "kvcache_layer", None))
-
-
-def known_mask(mask: torch.Tensor) -> torch.Tensor:
-    """A 2-D mask `[rows, columns]` that says nothing which the cache of the pass does not know."""
-    mask = (
-        mask.bool() if mask.dtype is not torch.bool else mask.view_as(mask)
-    )  # transformers keeps a bool mask as it is
-    mask.kvcache_known = True  # type: ignore[attr-defined]
-    return mask
-
-
-def is_known(mask: torch.Tensor | None) -> bool:
-    """Whether a 2-D mask was made by `known_mask`."""
-    return hasattr(mask, "kvcache_known")
 
 
 def pending_mask(build: Callable[[], torch.Tensor | None], shape: tuple[int, ...]) -> torch.Tensor:
@@ -85,6 +73,18 @@ def built_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     """The mask that a stand-in stands for; any other as it is."""
     build = getattr(mask, "kvcache_build", None)
     return mask if build is None else build()
+
+
+def of_batch(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Note of a mask that was made from what the cache knows that it is the one of the batch."""
+    if mask is not None:
+        mask.kvcache_of_batch = True  # type: ignore[attr-defined]
+    return mask
+
+
+def is_of_batch(mask: torch.Tensor) -> bool:
+    """Whether a mask is noted so, or stands for such a one."""
+    return is_pending(mask) or hasattr(mask, "kvcache_of_batch")
 
 
 def is_pending(mask: torch.Tensor) -> bool:

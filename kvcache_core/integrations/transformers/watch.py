@@ -7,11 +7,13 @@ neither keeps the other alive.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import Cache
 
 from kvcache_core.integrations.transformers.attention import ATTENTION_NAME
+from kvcache_core.integrations.transformers.unpadding import may_pack, packed_call, unpacked_output
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +59,7 @@ def _before(
     if tokens is None:
         return None  # the model itself says what is wrong with a call without input
     given = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    mask = writer.begin(
+    begun = writer.begin(
         tokens.shape[0],
         tokens.shape[1],
         input_ids=input_ids if writer.is_of(module) else None,
@@ -66,7 +68,11 @@ def _before(
         # Said in the call. A config's default is less specific than a cache that was passed.
         stored=kwargs.get("use_cache") is not False,
         attends=getattr(getattr(module, "config", None), "_attn_implementation", None) == ATTENTION_NAME,
+        may_pack=partial(may_pack, module, args, kwargs),
     )
+    mask = begun.attention_mask
+    if begun.packing is not None:
+        return packed_call(begun.packing, args, {**kwargs, "attention_mask": mask}, columns=begun.columns)
     if mask is given:
         return None
     if "attention_mask" in kwargs or len(args) < 2:
@@ -74,7 +80,10 @@ def _before(
     return (args[0], mask, *args[2:]), kwargs
 
 
-def _after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     writer = _writer_among(args, kwargs)
-    if writer is not None:
-        writer.end(succeeded=output is not None)  # torch calls with None after an exception
+    if writer is None:
+        return None
+    packing = writer.packing
+    writer.end(succeeded=output is not None)  # torch calls with None after an exception
+    return None if packing is None or output is None else unpacked_output(packing, output)

@@ -130,7 +130,7 @@ def test_an_own_mask_is_followed(cached, rows, attended, manager):
     assert all(len(handle.token_ids) == cached for handle in cache.handles)
 
 
-@pytest.mark.parametrize("argument", [{"position_bias": True}, {"is_causal": False}, {"dropout": 0.5}])
+@pytest.mark.parametrize("argument", [{"position_bias": True}, {"dropout": 0.5}])
 def test_what_a_backend_does_not_know_is_computed_by_sdpa_from_a_padded_copy(argument, attended, manager, monkeypatch):
     model = copy.deepcopy(tiny_model())
     model.set_attn_implementation(ATTENTION_NAME)

@@ -112,8 +112,9 @@ def test_pads_are_not_stored(model, manager):
     assert keys[0, :, 9:].all()
 
 
-def test_the_backend_attends_ragged_rows_without_a_padded_copy(model, manager, monkeypatch):
-    model = copy.deepcopy(model)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3n"])
+def test_the_backend_attends_ragged_rows_without_a_padded_copy(family, open_for, monkeypatch):
+    model = copy.deepcopy(tiny_model(family))
     model.set_attn_implementation(ATTENTION_NAME)
     queries: list[int] = []
     attend = Step.attend
@@ -128,8 +129,9 @@ def test_the_backend_attends_ragged_rows_without_a_padded_copy(model, manager, m
     monkeypatch.setattr(Step, "attend", count)
     monkeypatch.setattr(Step, "gather", refuse)
     ids, mask = left_padded(PROMPTS)
-    generate(model, ids, mask, KvCache(manager, model), max_new_tokens=3)
-    assert queries == [3 + 7 + 12] * 4 + [3] * 8
+    generate(model, ids, mask, KvCache(open_for(model), model), max_new_tokens=3)
+    layers = model.config.num_hidden_layers
+    assert queries == [3 + 7 + 12] * layers + [3] * 2 * layers
 
 
 def test_another_attention_function_under_our_name_fails_instead_of_computing_something(model, manager, monkeypatch):
