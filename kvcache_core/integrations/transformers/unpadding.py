@@ -29,11 +29,12 @@ def may_pack(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
     Only where it is told the position of each token, and nothing else that has the shape of the batch.
     """
+    given = [ids for ids in (*args, kwargs.get("input_ids")) if ids is not None]
     position_ids, config = kwargs.get("position_ids"), getattr(module, "config", None)
     return (
         len(args) <= 1
-        and (kwargs.get("input_ids") is None) == (len(args) == 1)
-        and (position_ids is None or position_ids.ndim == 2)
+        and len(given) == 1
+        and (position_ids is None or (position_ids.ndim == 2 and position_ids.shape[1] == given[0].shape[1]))
         and not module.training
         and not any(getattr(config, name, False) for name in _RETURNS_MORE)
         and all(
