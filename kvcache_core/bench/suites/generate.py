@@ -9,12 +9,16 @@ import torch
 
 from kvcache_core.bench.figures import Figure, Samples, Series
 from kvcache_core.bench.session import Bench
+from kvcache_core.opening import open_cache
 
 __all__ = ["measure"]
 
 NEW_TOKENS = 16
 #: Tokens of context -> rounds, and how much faster than a DynamicCache is asked for.
 CONTEXTS = {512: (12, 1.0), 2_000: (8, None), 8_000: (8, 1.4)}
+#: Tokens that two requests begin with, and tokens of their own after them.
+SHARED, OWN = 4_000, 16
+QUICK_SHARED = 160
 
 
 def measure(bench: Bench) -> list[Figure | Series]:
@@ -37,6 +41,7 @@ def measure(bench: Bench) -> list[Figure | Series]:
             for name, samples in times.items():
                 series.add(name, context, samples.median * 1e3 / NEW_TOKENS)
             found += _figures(times, context, wanted)
+        found += _first_tokens(bench, model, QUICK_SHARED if bench.quick else SHARED)
     return found
 
 
@@ -78,6 +83,42 @@ def _times(bench: Bench, model: Any, context: int, rounds: int) -> dict[str, Sam
     finally:
         model.set_attn_implementation(attention)
         ours.free()
+
+
+def _first_tokens(bench: Bench, model: Any, shared: int) -> list[Figure]:
+    """How long requests take to their first token: one that finds nothing, and others that begin as it did."""
+    from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
+    from kvcache_core.integrations.transformers.opening import config_for_model
+
+    generator = torch.Generator().manual_seed(0)
+    system = torch.randint(100, 40_000, (1, shared), generator=generator)
+    attention = model.config._attn_implementation
+    settings = {"backend": "cpu", "budget": f"{4 * (shared + 100)} tokens", "max_sequence_length": shared + 100}
+    reused: list[int] = []
+
+    def request() -> None:
+        own = torch.randint(100, 40_000, (1, OWN), generator=generator)
+        prompt = torch.cat([system, own], dim=1)
+        cache = KvCache(pool, model)
+        reused.append(cache.prepare(prompt))
+        model.generate(prompt, cache=cache, max_new_tokens=1, do_sample=False)
+        cache.free()
+
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        with open_cache(config_for_model(model, None, settings)) as pool:
+            first = bench.interleaved({"the first request": request}, rounds=1, warmup=0)["the first request"]
+            later = bench.interleaved({"a later request": request}, rounds=9, warmup=1)["a later request"]
+    finally:
+        model.set_attn_implementation(attention)
+    if reused[0] or set(reused[1:]) != {shared}:
+        raise RuntimeError(f"the requests reused {reused} tokens of {shared}")
+    what = f"{shared:,} tokens that are cached and {OWN} that are not"
+    return [
+        Figure.of(f"first token after {shared + OWN:,} tokens, none cached", first, "s"),
+        Figure.of(f"first token after {what}", later * 1e3, "ms"),
+        Figure.of(f"first token after {what}, of none cached", later / first.median, "x", at_most=1 / 20),
+    ]
 
 
 @torch.no_grad()  # not inference mode: a StaticCache could not be written afterwards
