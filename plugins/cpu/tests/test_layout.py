@@ -91,6 +91,11 @@ def test_touched_pages_are_exactly_those_with_such_a_row(layout: Layout, data: s
     touched = bytes_of(layout.pages_touching(start, stop))
     assert {byte // PAGE for byte in touched} == pages
     assert len(touched) == len(pages) * PAGE == layout.bytes_touching(start, stop)
+    if stop < layout.capacity:
+        next_row = {byte // PAGE for byte in bytes_of(layout.rows(stop, stop + 1))}
+        before = bytes_of(layout.pages_before(start, stop))
+        assert {byte // PAGE for byte in before} == pages - next_row
+        assert len(before) == len(pages - next_row) * PAGE
 
 
 @given(layouts(), st.data())

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -270,8 +271,7 @@ class TestSharing:
         driver.close(first)
         assert driver.storage.shared_tokens(second.slot, 160) == 160
         fork = driver.fork(second)
-        assert not second.slot.mapping.private
-        assert pages_of(fork).private == 0
+        assert pages_of(fork).private == pages_of(second).private == 0
         driver.append(fork, 3)
         driver.append(second, 3)
         driver.check(second, fork)
@@ -338,6 +338,48 @@ class TestSharing:
         driver.close(fork)
         assert driver.storage.nbytes <= 10 * TOKEN_BYTES + RUNS * PAGE
         driver.check(source)
+
+    @pytest.mark.parametrize("num_tokens", [105, 130, 160])
+    def test_a_private_source_keeps_what_is_written_to_it_while_it_is_forked(
+        self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+    ) -> None:
+        """A cached prompt may be forked while another thread writes the next step of the sequence that it is in."""
+        geometry = CacheGeometry.uniform(1, 2, 64)
+
+        def reached(moment: int) -> bool:
+            driver = mapped_driver(geometry)
+            source = filled(driver, 100)
+            writer = driver.fork(source)
+            driver.append(writer, 60)
+            assert writer.slot.mapping.private
+            rows = driver.random_rows(4)
+            batch = driver.begin({writer: 4})
+            calls = itertools.count()
+
+            def written_first(call: Callable[..., Any]) -> Callable[..., Any]:
+                def hooked(*arguments: Any, **options: Any) -> Any:
+                    if next(calls) == moment:
+                        driver.storage.write(batch, 0, *rows[0])
+                    return call(*arguments, **options)
+
+                return hooked
+
+            with monkeypatch.context() as patch:
+                for name in ("map_pages", "copy", "move", "unmap", "discard"):
+                    patch.setattr(mapped, name, written_first(getattr(mapped, name)))
+                fork = driver.fork(writer, num_tokens)
+            if next(calls) <= moment:
+                return False
+            writer.rows = {0: (torch.cat([writer.rows[0][0], rows[0][0]]), torch.cat([writer.rows[0][1], rows[0][1]]))}
+            driver.check(source, writer, fork)
+            measured = driver.storage._memory._ledger.file.committed + sum(
+                pages_of(sequence).private for sequence in (source, writer, fork)
+            )
+            assert driver.storage.nbytes == measured
+            return True
+
+        moments = list(itertools.takewhile(reached, itertools.count()))
+        assert len(moments) > 4
 
 
 class TestWindow:

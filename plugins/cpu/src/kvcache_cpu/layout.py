@@ -93,6 +93,10 @@ class Section:
         """The whole pages that hold any of rows `start` to `stop` (exclusive)."""
         return self._spans(*self._pages(start, stop))
 
+    def pages_before(self, start: int, stop: int) -> Iterator[Span]:
+        """Those of `pages_touching(start, stop)` that lie before the page of row `stop`."""
+        return self._spans(self._page_of(start), self._page_of(stop))
+
     def bytes_touching(self, start: int, stop: int) -> int:
         """Bytes of `pages_touching(start, stop)`."""
         first, last = self._pages(start, stop)
@@ -101,7 +105,10 @@ class Section:
     def _pages(self, start: int, stop: int) -> tuple[int, int]:
         if start >= stop:
             return 0, 0
-        return start * self.row_bytes // self.page * self.page, self._page_after(stop)
+        return self._page_of(start), self._page_after(stop)
+
+    def _page_of(self, row: int) -> int:
+        return row * self.row_bytes // self.page * self.page
 
     def _page_after(self, row: int) -> int:
         return _round_up(row * self.row_bytes, self.page)
@@ -172,6 +179,10 @@ class Layout:
     def pages_touching(self, start: int, stop: int) -> Iterator[Span]:
         """See `Section.pages_touching`."""
         return chain.from_iterable(section.pages_touching(start, stop) for section in self.sections)
+
+    def pages_before(self, start: int, stop: int) -> Iterator[Span]:
+        """See `Section.pages_before`."""
+        return chain.from_iterable(section.pages_before(start, stop) for section in self.sections)
 
     def bytes_touching(self, start: int, stop: int) -> int:
         """See `Section.bytes_touching`."""

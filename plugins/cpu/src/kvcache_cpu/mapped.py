@@ -73,7 +73,7 @@ class MappedMemory(Memory[MappedSlot]):
             if num_tokens == 0:
                 return self._open(slot.capacity)
             if source.private and num_tokens > source.shared and self._may_own(source, source.shared):
-                self._try_to_own(source)
+                self._try_to_publish(source, num_tokens)
             shared = min(num_tokens, source.shared) if source.private else num_tokens
             fork = self._map(source.base, slot.capacity, private=True, shared=shared, extent=num_tokens)
             if shared < num_tokens:
@@ -191,6 +191,27 @@ class MappedMemory(Memory[MappedSlot]):
         except CacheFullError:
             return
         self._ledger.enter(mapping, base, private=False)
+
+    def _try_to_publish(self, source: Mapping, stop: int) -> None:
+        """Copy a private mapping's own rows before `stop` to the file, from where it reads them from then on.
+
+        Forks can then share them. The mapping stays in place: a step on another thread may be writing the rows from
+        `stop` on, and what it wrote between a copy and a change of mappings would be lost. Without address space
+        nothing happens.
+        """
+        base, layout = source.base, source.base.layout
+        try:
+            address = map_pages(self._ledger.file.fd, base.offset, layout.nbytes, private=False)
+        except OSError:
+            return
+        for span in layout.rows(source.shared, stop):
+            copy(source.address + span.offset, address + span.offset, span.length)
+        unmap(address, layout.nbytes)
+        start, source.shared = source.shared, stop
+        self._ledger.trim(base)
+        published = layout.pages_touching if stop == source.extent else layout.pages_before
+        for span in published(start, stop):
+            discard(source.address + span.offset, span.length)
 
     def _try_to_move_out(self, mapping: Mapping, keep: int) -> None:
         """Give a private mapping that shares nothing a base of its own, with its first `keep` rows.
