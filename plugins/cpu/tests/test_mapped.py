@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ TOKEN_BYTES = RUNS * 64 * 2
 
 def pages_of(sequence: Sequence) -> Residency:
     return residency(sequence.slot.mapping.address, sequence.slot.mapping.length)
+
+
+def file_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:kvcache")
 
 
 def filled(driver: Driver, num_tokens: int) -> Sequence:
@@ -365,7 +370,7 @@ class TestSharing:
                 return hooked
 
             with monkeypatch.context() as patch:
-                for name in ("map_pages", "copy", "move", "unmap", "discard"):
+                for name in ("map_pages", "copy", "move", "discard"):
                     patch.setattr(mapped, name, written_first(getattr(mapped, name)))
                 fork = driver.fork(writer, num_tokens)
             if next(calls) <= moment:
@@ -552,11 +557,11 @@ class TestLifetime:
 
 class TestRefusal:
     @staticmethod
-    def refuse(monkeypatch: pytest.MonkeyPatch, call: str = "map_pages") -> None:
+    def refuse(monkeypatch: pytest.MonkeyPatch, call: str = "map_pages", module: ModuleType = mapped) -> None:
         def refused(*arguments: Any, **options: Any) -> int:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-        monkeypatch.setattr(mapped, call, refused)
+        monkeypatch.setattr(module, call, refused)
 
     def test_a_refused_reservation_is_a_cache_full_error_with_numbers(
         self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
@@ -604,6 +609,29 @@ class TestRefusal:
         driver.check(source, fork)
         driver.append(source, 25)
         driver.check(source, fork)
+
+    def test_memory_is_given_back_where_the_system_refuses_to_unmap_and_the_addresses_when_it_no_longer_does(
+        self, mapped_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The kernel joins neighbouring mappings, and parts them only where the process may have one more."""
+        driver = mapped_driver()
+        mappings = file_mappings()
+        source = filled(driver, 100)
+        forks = [driver.fork(source), driver.fork(source, 60)]
+        driver.append(forks[0], 5)
+        for fork in forks:
+            TestWindow.attend_everywhere(driver, fork)
+        with monkeypatch.context() as patch:
+            self.refuse(patch, "unmap", base)
+            for sequence in (forks[1], source, forks[0]):
+                address, length = sequence.slot.mapping.address, sequence.slot.mapping.length
+                driver.close(sequence)
+                assert residency(address, length).private == 0
+            assert driver.storage.nbytes == 0
+            assert driver.storage._memory._ledger.bases == set()
+            assert file_mappings() > mappings
+        driver.check(filled(driver, 1))
+        assert file_mappings() == mappings + 1
 
     @pytest.mark.parametrize("call", ["map_pages", "move"])
     def test_a_fork_that_cannot_become_the_owner_writes_privately(

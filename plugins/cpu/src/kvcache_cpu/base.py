@@ -20,7 +20,7 @@ from threading import Lock
 from types import TracebackType
 
 from kvcache_cpu.layout import Layout
-from kvcache_cpu.pages import PageFile, lift, unmap
+from kvcache_cpu.pages import PageFile, discard, lift, unmap
 
 __all__ = ["Base", "Ledger", "Mapping"]
 
@@ -111,6 +111,7 @@ class Ledger:
         self._retired = False
         self._lock = Lock()
         self._unreferenced: deque[Mapping] = deque()
+        self._stuck: list[tuple[int, int]] = []
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -143,16 +144,37 @@ class Ledger:
                 self._lock.release()
 
     def _settle(self) -> None:
+        self._unmap_stuck()
         while self._unreferenced:
             mapping = self._unreferenced.popleft()
             base = mapping.base
             if base.owner is mapping and base.window is None and len(base.mappings) > 1:
                 base.window = mapping.address
             else:
-                unmap(mapping.address, mapping.length)
+                self.unmap(mapping.address, mapping.length)
             self.leave(mapping)
 
+    def _unmap_stuck(self) -> None:
+        while self._stuck:
+            try:
+                unmap(*self._stuck[-1])
+            except OSError:
+                return
+            self._stuck.pop()
+
     # -- under the lock ----------------------------------------------------------------------------------
+
+    def unmap(self, address: int, length: int) -> None:
+        """Remove what is mapped at an address, now or as soon as the system lets us.
+
+        The kernel may have joined it with its neighbours, and refuses to part them where the process has as many
+        mappings as it may. What stays is address space, but no memory.
+        """
+        try:
+            unmap(address, length)
+        except OSError:
+            discard(address, length)
+            self._stuck.append((address, length))
 
     def new_base(self, layout: Layout) -> Base:
         """Take a range of the file; it is given back when the last mapping leaves it."""
@@ -193,7 +215,7 @@ class Ledger:
             return
         self.bases.discard(base)
         if base.window is not None:
-            unmap(base.window, base.layout.nbytes)
+            self.unmap(base.window, base.layout.nbytes)
         self.file.give_back(base.offset, base.layout.nbytes)
         self._close_file_if_unused()
 

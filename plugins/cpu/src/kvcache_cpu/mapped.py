@@ -13,7 +13,7 @@ from kvcache_core.plugin import StorageSpec
 from kvcache_cpu.base import Base, Ledger, Mapping
 from kvcache_cpu.layout import Layout
 from kvcache_cpu.memory import HERE, Elsewhere, Memory, Slot, SlotMemory
-from kvcache_cpu.pages import PageFile, copy, discard, map_pages, move, unmap, zero
+from kvcache_cpu.pages import PageFile, copy, discard, map_pages, move, zero
 
 __all__ = ["MappedMemory", "MappedSlot"]
 
@@ -206,7 +206,7 @@ class MappedMemory(Memory[MappedSlot]):
             return
         for span in layout.rows(source.shared, stop):
             copy(source.address + span.offset, address + span.offset, span.length)
-        unmap(address, layout.nbytes)
+        self._ledger.unmap(address, layout.nbytes)
         start, source.shared = source.shared, stop
         self._ledger.trim(base)
         published = layout.pages_touching if stop == source.extent else layout.pages_before
@@ -252,7 +252,7 @@ class MappedMemory(Memory[MappedSlot]):
                     copy(mapping.address + span.offset, address + span.offset, span.length)
                 move(address, length, mapping.address)
             except BaseException:
-                unmap(address, length)
+                self._ledger.unmap(address, length)
                 raise
         except OSError as error:
             raise self._refused(base.layout, error) from error
