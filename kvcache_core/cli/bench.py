@@ -37,10 +37,10 @@ def bench(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure against the caches that are installed, on the CPU backend.
+    r"""Measure against the caches that are installed, on the CPU backend.
 
     Ratios are taken round by round within one run; times depend on the machine. A peer that is not installed is named
-    and not compared. Needs pip install 'kvcache-core[bench]'.
+    and not compared. Needs pip install 'kvcache-core\[bench]'.
     """
     _require_torch()
     from kvcache_core.bench.run import SUITES, run_suites  # noqa: PLC0415 - only this command needs it

@@ -35,10 +35,10 @@ def conformance(
     timeout: Annotated[float, typer.Option(help="Seconds that one test may take.", min=0.1)] = 600.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run the conformance kit on an installed backend.
+    r"""Run the conformance kit on an installed backend.
 
     What to try is what the backend itself declares. It runs in a process of its own, so that a backend which hangs
-    or crashes is reported as well. The exit status is 1 when a test fails. Needs pip install 'kvcache-core[testing]'.
+    or crashes is reported as well. The exit status is 1 when a test fails. Needs pip install 'kvcache-core\[testing]'.
     """
     from kvcache_core.cli.waiting import Waiting  # noqa: PLC0415 - as the others, only this command needs it
     from kvcache_core.conformance import run_kit  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvcache_core.cli.app import app
 from kvcache_core.cli.output import JsonFlag, command
 from kvcache_core.errors import ConfigError, ConfigWarning
 from tests.cli.conftest import Run
@@ -30,6 +32,16 @@ def test_every_command_has_help_and_speaks_json(run: Run, name: str) -> None:
     result = run(name, "--help")
     assert result.exit_code == 0
     assert "--json" in result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_loses_nothing_in_square_brackets(run: Run, name: str) -> None:
+    """It is markup, where `[bench]` would be taken for a style."""
+    help_of = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    texts = [help_of.help, *(getattr(parameter, "help", None) for parameter in help_of.params)]
+    shown = re.sub(r"\W+", "", run(name, "--help").stdout)
+    for word in re.findall(r"\S*\[\S*", " ".join(filter(None, texts))):
+        assert re.sub(r"\W+", "", word) in shown
 
 
 def test_no_arguments_show_the_help(run: Run) -> None:
