@@ -19,7 +19,15 @@ from hypothesis.stateful import (
 from kvcache_core.errors import CacheFullError, ShapeError
 from kvcache_core.geometry import CacheGeometry
 from kvcache_cpu.native.kernel import MOST_NEW_TOKENS
-from plugins.cpu.tests.driver import MIXED, Driver, MakeDriver, Rows, Sequence, assert_same_bits
+from plugins.cpu.tests.driver import (
+    MIXED,
+    Driver,
+    MakeDriver,
+    Rows,
+    Sequence,
+    assert_same_bits,
+    reference_attention,
+)
 
 ONE = CacheGeometry.uniform(1, 2, 16)
 
@@ -334,9 +342,12 @@ class TestTruncate:
 
 
 @pytest.mark.parametrize("scrub", [False, True])
-def test_any_history_of_operations_reads_as_plain_tensors_would(kind: str, scrub: bool) -> None:
+@pytest.mark.parametrize("histories", [8, pytest.param(60, marks=pytest.mark.slow)])
+def test_any_history_of_operations_reads_and_attends_as_plain_tensors_would(
+    kind: str, histories: int, scrub: bool
+) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: History(kind, scrub), settings=settings(max_examples=20, stateful_step_count=40, deadline=None)
+        lambda: History(kind, scrub), settings=settings(max_examples=histories, stateful_step_count=40, deadline=None)
     )
 
 
@@ -368,12 +379,27 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.one_of(st.integers(0, 4), st.integers(0, 150)))
     def append(self, data: st.DataObject, count: int) -> None:
         sequence = self.pick(data)
-        self.driver.append(sequence, self.room(sequence, count))
+        self.step(data, {sequence: self.room(sequence, count)})
 
     @rule(data=st.data())
     def append_to_several(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.live), min_size=1, max_size=4, unique=True))
-        self.driver.write({s: self.driver.random_rows(self.room(s, data.draw(st.integers(0, 3)))) for s in chosen})
+        self.step(data, {s: self.room(s, data.draw(st.integers(0, 3))) for s in chosen})
+
+    def step(self, data: st.DataObject, counts: dict[Sequence, int]) -> None:
+        """Write new rows and attend over them in one layer of each group."""
+        batch = self.driver.write({sequence: self.driver.random_rows(count) for sequence, count in counts.items()})
+        window = data.draw(st.sampled_from([None, 1, 70]))
+        for group in MIXED.groups:
+            layer = group.layers[-1]
+            query = torch.randn(sum(counts.values()), 2 * group.num_kv_heads, group.head_dim)
+            got = self.driver.attend(batch, layer, query, window=window)
+            for (sequence, count), rows, out in zip(
+                counts.items(), query.split(list(counts.values())), got.split(list(counts.values())), strict=True
+            ):
+                if count:
+                    wanted = reference_attention(rows, *sequence.rows[layer], 0.3, window)
+                    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
 
     @precondition(lambda self: len(self.live) < 6)
     @rule(data=st.data(), whole=st.booleans())
