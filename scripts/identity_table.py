@@ -36,7 +36,8 @@ _OURS = f"""
 ## Under `{ATTENTION_NAME}`
 
 Bloom, Falcon and MPT bring attention of their own and are not in this table. Gemma 2 and GPT-OSS need soft caps and
-sinks, which neither sdpa nor the backends know: keep `eager`.
+sinks, which neither sdpa nor the backends know: keep `eager`. DiffLlama computes with V after it was cached:
+keep `sdpa`.
 
 """
 

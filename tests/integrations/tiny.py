@@ -122,6 +122,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "dtype": "float32",
         },
     ),
+    "diffllama": (  # computes with V after it was cached
+        "DiffLlamaConfig",
+        "DiffLlamaForCausalLM",
+        _COMMON,
+    ),
     "opt": (
         "OPTConfig",
         "OPTForCausalLM",

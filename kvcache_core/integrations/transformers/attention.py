@@ -82,7 +82,7 @@ def attention_forward(
                 f"{type(module).__name__} needs: call model.set_attn_implementation('eager')",
                 capability=name,
             )
-    written = written_layer(key)
+    written = written_layer(key, value)
     if written is not None:
         if not dropout and _is_plain(module, query, attention_mask, kwargs):
             if written.prefers_attend:
@@ -151,6 +151,7 @@ def _attend_folded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     return out.reshape(1, 1, query.shape[1], value.shape[3])
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a mask is known by its memory, which a traced one has not
 def attention_mask(
     batch_size: int,
     q_length: int,

@@ -20,7 +20,7 @@ from kvcache_core.integrations.transformers.dense import KeyValue, as_model_read
 from kvcache_core.integrations.transformers.known_masks import known_mask
 from kvcache_core.integrations.transformers.open_step import OpenStep
 from kvcache_core.integrations.transformers.packing import Packing
-from kvcache_core.integrations.transformers.pass_plan import PassPlan, SpecialTokens, plan_pass
+from kvcache_core.integrations.transformers.pass_plan import PassPlan, SpecialTokens, is_own_mask, plan_pass
 from kvcache_core.integrations.transformers.rows import Row, discard, drop, num_columns
 from kvcache_core.manager import KvCacheManager
 
@@ -33,12 +33,10 @@ class PassInput(NamedTuple):
     Attributes:
         attention_mask: The mask.
         packing: How to pack everything else, or None to leave it as it is.
-        columns: Columns before the pass.
     """
 
     attention_mask: torch.Tensor | None
     packing: Packing | None
-    columns: int
 
 
 @dataclass
@@ -158,16 +156,16 @@ class PassWriter:
         is_dense = plan.is_plain and not self.rows[0].gaps
         pending = attends and stored and (not is_dense or self.manager.storage.prefers_attend(width))
         self._pass = current = _ForwardPass(plan, announced=True, stored=stored, pending=pending)
-        if not pending or getattr(attention_mask, "ndim", 2) != 2:
-            return PassInput(attention_mask, None, plan.columns)
+        if not pending or is_own_mask(attention_mask):
+            return PassInput(attention_mask, None)
         columns = plan.columns + width
         if attention_mask is None:
             attention_mask = torch.ones(num_rows, columns, dtype=torch.bool, device=self.manager.device)
         if plan.has_surplus and plan.num_stored and may_pack is not None and may_pack():
             current.packing = plan.packing(self.manager.device)
             batch = attention_mask[:, :columns].expand(num_rows, columns)
-            return PassInput(known_mask(batch, width, plan.num_stored), current.packing, plan.columns)
-        return PassInput(known_mask(attention_mask, width), None, plan.columns)
+            return PassInput(known_mask(batch, width, plan.num_stored), current.packing)
+        return PassInput(known_mask(attention_mask, width), None)
 
     @property
     def packing(self) -> Packing | None:

@@ -10,7 +10,7 @@ import torch
 from kvcache_core.integrations.transformers.dense import KeyValue, as_model_reads, padded
 from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.integrations.transformers.pass_plan import PassPlan
-from kvcache_core.integrations.transformers.pending import WrittenLayer, note_layer
+from kvcache_core.integrations.transformers.pending import StandIn, WrittenLayer, note_layer
 from kvcache_core.integrations.transformers.rows import Row, discard, drop, forget, pick
 from kvcache_core.manager import KvCacheManager
 
@@ -59,7 +59,6 @@ class OpenStep:
         )
         self._prefers_attend = manager.storage.prefers_attend(plan.width)
         self._is_dense = plan.num_rows == 1 and not self._rows[0].gaps
-        self._stand_ins: dict[tuple[int, int], torch.Tensor] = {}
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KeyValue:
         """Store the new K and V of a layer, `[rows, heads, new columns, dim]`.
@@ -71,11 +70,13 @@ class OpenStep:
         self._step.write(layer, packing.pack(key), packing.pack(value))
         if not self._pending:
             keys, values = self._dense(layer, key.dtype, value.dtype)
-            note_layer(keys, WrittenLayer(self._step, layer, packing, None, None, self._prefers_attend))
+            note_layer(keys, WrittenLayer(values, self._step, layer, packing, None, None, self._prefers_attend))
             return keys, values
-        keys, values = self._stand_in(key).detach(), self._stand_in(value)
+        keys, values = self._stand_in(key), self._stand_in(value)
         dense = partial(self._dense, layer, key.dtype, value.dtype)
-        note_layer(keys, WrittenLayer(self._step, layer, packing, self._model_packing, dense, prefers_attend=True))
+        note_layer(
+            keys, WrittenLayer(values, self._step, layer, packing, self._model_packing, dense, prefers_attend=True)
+        )
         return keys, values
 
     def commit(self) -> list[Row]:
@@ -123,10 +124,6 @@ class OpenStep:
         return keys.to(key_dtype), values.to(value_dtype)
 
     def _stand_in(self, new: torch.Tensor) -> torch.Tensor:
-        """A tensor without data, of the shape that the K or V of all columns would have."""
-        heads, dim = new.shape[1], new.shape[3]
-        known = self._stand_ins.get((heads, dim))
-        if known is None:
-            shape = (new.shape[0], heads, self._plan.columns + new.shape[2], dim)
-            known = self._stand_ins[heads, dim] = torch.empty(shape, dtype=new.dtype, device="meta")
-        return known
+        """What stands for the K or V of all columns."""
+        rows, heads, width, dim = new.shape
+        return StandIn.empty((rows, heads, self._plan.columns + width, dim), new.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.integrations.transformers.padding import are_by_column, read_mask
 from kvcache_core.integrations.transformers.rows import Row, num_columns
 
-__all__ = ["PassPlan", "SpecialTokens", "plan_pass"]
+__all__ = ["PassPlan", "SpecialTokens", "is_own_mask", "plan_pass"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class PassPlan:
         return replace(self, width=width, new_tokens=[width] * self.num_rows, leaders=None, followers=None)
 
 
+def is_own_mask(attention_mask: Any) -> bool:
+    """Whether a mask is of the caller's own making: one that is not 2-D, or one for each kind of layer."""
+    return attention_mask is not None and getattr(attention_mask, "ndim", 0) != 2
+
+
 def plan_pass(
     rows: Sequence[Row],
     num_rows: int,
@@ -109,7 +115,7 @@ def plan_pass(
         width: New columns.
         input_ids: `[num_rows, width]`, or None where the model is fed something else.
         position_ids: Their positions, if given.
-        attention_mask: The mask, if given; one that is not 2-D is the caller's own and hides no column from us.
+        attention_mask: The mask, if given; one of the caller's own hides no column from us.
         special: How to know finished rows.
 
     Raises:
@@ -123,7 +129,7 @@ def plan_pass(
         )
     sources = _sources(len(rows), num_rows, columns)
     continued = [rows[source] for source in sources]
-    own_mask = attention_mask is not None and getattr(attention_mask, "ndim", 0) != 2
+    own_mask = is_own_mask(attention_mask)
     is_token = None if own_mask else read_mask(attention_mask, continued, columns, width)
     by_column = are_by_column(position_ids, continued, columns, width, is_token)
     if own_mask or input_ids is None or tuple(input_ids.shape) != (num_rows, width):

@@ -1,21 +1,24 @@
 """What stands in for K, V and mask where our attention function reads the cache itself.
 
-The stand-ins are on the meta device and have the right shape: whatever else uses them fails instead of computing
-something. Each carries what it takes to make the real tensor, should that be needed after all.
+The stand-ins have the right shape and no data: whatever else computes with them is refused. Each carries what it takes
+to make the real tensor, should that be needed after all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch._guards import TracingContext
 
+from kvcache_core.errors import UnsupportedError
 from kvcache_core.integrations.transformers.dense import KeyValue
 from kvcache_core.integrations.transformers.packing import Packing
 from kvcache_core.step import Step
 
 __all__ = [
+    "StandIn",
     "WrittenLayer",
     "built_mask",
     "is_of_batch",
@@ -27,10 +30,49 @@ __all__ = [
 ]
 
 
+class StandIn(torch.Tensor):
+    """A tensor without data, to be handed on to our attention function as it is."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype) -> StandIn:
+        """One of this shape."""
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                if func is torch.Tensor.to and torch._C._nn._parse_to(*args[1:], **kwargs)[1] in {None, args[0].dtype}:
+                    return args[0]  # a device that the layers of a model are on, and nothing is there to move
+                result = func(*args, **kwargs)
+            except Exception as error:
+                raise _not_laid_out(func) from error
+        kept = func is torch.Tensor.contiguous and result is args[0]
+        computed = isinstance(result, torch.Tensor) or (
+            isinstance(result, tuple | list) and any(isinstance(item, torch.Tensor) for item in result)
+        )
+        changed = result is None and func.__name__ != "__get__"
+        if ((computed and not kept) or changed) and TracingContext.try_get() is None:  # torch.compile looks at its base
+            raise _not_laid_out(func)
+        return result
+
+
+def _not_laid_out(func: Callable[..., Any]) -> UnsupportedError:
+    return UnsupportedError(
+        "the model computes with the K, V or mask of its cache itself, which are not laid out for it under this "
+        f"attention implementation ({func.__name__}): call model.set_attn_implementation('sdpa')",
+        capability="own_attention",
+    )
+
+
 class WrittenLayer(NamedTuple):
-    """What our attention function needs to know of a K that came from a `KvCache`.
+    """What our attention function needs to know of the K and V that a `KvCache` returned.
 
     Attributes:
+        value: The V that it returned beside the K.
         step: The step that holds the K and V of the layer.
         layer: The layer.
         packing: The way between the model's tensors and the step's.
@@ -39,6 +81,7 @@ class WrittenLayer(NamedTuple):
         prefers_attend: Whether to have the backend attend, rather than to attend over K and V.
     """
 
+    value: torch.Tensor
     step: Step
     layer: int
     packing: Packing
@@ -57,14 +100,15 @@ def note_layer(key: torch.Tensor, written: WrittenLayer) -> None:
     key.kvcache_layer = written  # type: ignore[attr-defined]
 
 
-def written_layer(key: torch.Tensor) -> WrittenLayer | None:
-    """Where a K came from, or None if it is no `KvCache`'s."""
-    return cast("WrittenLayer | None", getattr(key, "kvcache_layer", None))
+def written_layer(key: torch.Tensor, value: torch.Tensor) -> WrittenLayer | None:
+    """Where K and V came from, or None if they are not as a `KvCache` returned them."""
+    written = cast("WrittenLayer | None", getattr(key, "kvcache_layer", None))
+    return None if written is None or written.value is not value else written
 
 
 def pending_mask(build: Callable[[], torch.Tensor | None], shape: tuple[int, ...]) -> torch.Tensor:
     """Stand in for the mask that `build` would make."""
-    mask = torch.empty(shape, dtype=torch.bool, device="meta")
+    mask = StandIn.empty(shape, torch.bool)
     mask.kvcache_build = build  # type: ignore[attr-defined]
     return mask
 

@@ -24,17 +24,18 @@ _HARMLESS = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache
 _RETURNS_MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
-def may_pack(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def may_pack(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Whether a decoder that is called so gives the same for packed tokens.
 
-    Only where it is told the position of each token, and nothing else that has the shape of the batch.
+    Only where it is told the position of each token, and nothing else that has the shape of the batch. One that is not
+    told may count columns, tokens (OPT) or whatever else.
     """
-    given = [ids for ids in (*args, kwargs.get("input_ids")) if ids is not None]
-    position_ids, config = kwargs.get("position_ids"), getattr(module, "config", None)
+    ids, position_ids, config = kwargs.get("input_ids"), kwargs.get("position_ids"), getattr(module, "config", None)
     return (
-        len(args) <= 1
-        and len(given) == 1
-        and (position_ids is None or (position_ids.ndim == 2 and position_ids.shape[1] == given[0].shape[1]))
+        ids is not None
+        and position_ids is not None
+        and position_ids.ndim == 2
+        and position_ids.shape[1] == ids.shape[1]
         and not module.training
         and not any(getattr(config, name, False) for name in _RETURNS_MORE)
         and all(
@@ -45,26 +46,14 @@ def may_pack(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     )
 
 
-def packed_call(
-    packing: Packing, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, columns: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call over packed tokens.
-
-    Args:
-        packing: How to pack.
-        args: Those of the call over the batch.
-        kwargs: Likewise.
-        columns: Columns before the new ones.
-    """
-    input_ids = args[0] if args else kwargs["input_ids"]
-    position_ids = kwargs.get("position_ids")
-    if position_ids is None:  # a decoder counts columns then
-        position_ids = torch.arange(columns, columns + input_ids.shape[1], device=input_ids.device)[None]
-    packed = {
+def packed_call(packing: Packing, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call over packed tokens, made of those of the call over the batch."""
+    input_ids, position_ids = kwargs["input_ids"], kwargs["position_ids"]
+    return {
+        **kwargs,
         "input_ids": packing.pack_columns(input_ids)[None],
         "position_ids": packing.pack_columns(position_ids.expand(input_ids.shape))[None],
     }
-    return (), {**kwargs, **packed}
 
 
 def unpacked_output(packing: Packing, output: Any) -> Any:

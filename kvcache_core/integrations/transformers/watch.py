@@ -6,18 +6,19 @@ neither keeps the other alive.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import Cache
 
+from kvcache_core.errors import UnsupportedError
 from kvcache_core.integrations.transformers.attention import ATTENTION_NAME
 from kvcache_core.integrations.transformers.unpadding import may_pack, packed_call, unpacked_output
 
 if TYPE_CHECKING:
-    import torch
-
     from kvcache_core.integrations.transformers.forward_pass import PassWriter
 
 __all__ = ["decoder_of", "watch"]
@@ -40,6 +41,29 @@ def watch(model: Any) -> None:
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
 
 
+#: Tensors that a decoder may be given without its K and V depending on more than the ids.
+_FOLLOW_FROM_IDS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep"})
+
+
+def _named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name.
+
+    Raises:
+        UnsupportedError: The decoder does not say what its positional arguments are.
+    """
+    names = ["input_ids"]
+    if len(args) > 1:
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    if len(names) < len(args) or names[0] != "input_ids" or not kwargs.keys().isdisjoint(names[: len(args)]):
+        raise UnsupportedError(
+            f"{type(module).__name__} was called with {len(args)} positional arguments, which its forward does not "
+            "name or which were given by name too: pass them all by keyword",
+            capability="positional_arguments",
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def _writer_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PassWriter | None:
     for value in (*kwargs.values(), *args):
         if isinstance(value, Cache):
@@ -48,38 +72,43 @@ def _writer_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PassWrite
     return None
 
 
+# torch.compile leaves the hooks out of its graphs: what they do to a batch cannot be guarded.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     writer = _writer_among(args, kwargs)
     if writer is None:
         return None
-    input_ids = kwargs.get("input_ids", args[0] if args else None)
-    tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+    named = _named(module, args, kwargs) if args else kwargs
+    input_ids = named.get("input_ids")
+    tokens = input_ids if input_ids is not None else named.get("inputs_embeds")
     if tokens is None:
         return None  # the model itself says what is wrong with a call without input
-    given = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    given = named.get("attention_mask")
+    has_ids = writer.is_of(module) and all(
+        name in _FOLLOW_FROM_IDS or not isinstance(value, torch.Tensor) for name, value in named.items()
+    )
     begun = writer.begin(
         tokens.shape[0],
         tokens.shape[1],
-        input_ids=input_ids if writer.is_of(module) else None,
-        position_ids=kwargs.get("position_ids"),
+        input_ids=input_ids if has_ids else None,
+        position_ids=named.get("position_ids"),
         attention_mask=given,
         # Said in the call. A config's default is less specific than a cache that was passed.
-        stored=kwargs.get("use_cache") is not False,
+        stored=named.get("use_cache") is not False,
         attends=getattr(getattr(module, "config", None), "_attn_implementation", None) == ATTENTION_NAME,
-        may_pack=partial(may_pack, module, args, kwargs),
+        may_pack=partial(may_pack, module, named),
     )
-    mask = begun.attention_mask
-    if begun.packing is not None:
-        return packed_call(begun.packing, args, {**kwargs, "attention_mask": mask}, columns=begun.columns)
-    if mask is given:
+    if begun.attention_mask is given:
         return None
-    if "attention_mask" in kwargs or len(args) < 2:
-        return args, {**kwargs, "attention_mask": mask}
-    return (args[0], mask, *args[2:]), kwargs
+    masked = {"attention_mask": begun.attention_mask}
+    if begun.packing is not None:
+        return (), packed_call(begun.packing, {**named, **masked})
+    return (args, {**kwargs, **masked}) if len(args) == 1 else ((), {**named, **masked})
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     writer = _writer_among(args, kwargs)
     if writer is None:

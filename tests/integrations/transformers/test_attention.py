@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from kvcache_core.errors import UnsupportedError
 from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache, attention
@@ -173,3 +174,32 @@ def test_attention_with_a_soft_cap_or_sinks_is_refused(family, what, open_for):
     with pytest.raises(UnsupportedError, match=f"does not know '{what}'.*'eager'"):
         greedy(model, random_ids(9), cache)
     assert cache.get_seq_length() == 0
+
+
+def test_a_mask_for_each_kind_of_layer_is_the_callers_own(open_for):
+    model = copy.deepcopy(tiny_model("gemma3"))
+    model.set_attn_implementation(ATTENTION_NAME)
+    ids = torch.cat([random_ids(12, seed=seed) for seed in (1, 2)])
+
+    def states(of: PreTrainedModel, cache: Cache) -> torch.Tensor:
+        said = {"config": of.config, "inputs_embeds": of.get_input_embeddings()(ids), "cache": cache}
+        masks = create_masks_for_generate(**said, attention_mask=torch.ones_like(ids))
+        out: torch.Tensor = of.get_decoder()(ids, attention_mask=masks, cache=cache).last_hidden_state
+        return out
+
+    with torch.no_grad():
+        expected = states(tiny_model("gemma3"), DynamicCache(config=model.config))
+        torch.testing.assert_close(states(model, KvCache(open_for(model), model)), expected)
+
+
+def test_a_model_that_computes_with_v_after_it_was_cached_is_refused(open_for):
+    model = copy.deepcopy(tiny_model("diffllama"))
+    model.set_attn_implementation(ATTENTION_NAME)
+    ids = torch.cat([random_ids(9, seed=seed) for seed in (1, 2)])
+    cache = KvCache(open_for(model), model)
+    with pytest.raises(UnsupportedError, match=r"chunk.*set_attn_implementation\('sdpa'\)"), torch.no_grad():
+        model(ids, cache=cache)
+    assert cache.get_seq_length() == 0
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, cache=cache).logits, tiny_model("diffllama")(ids).logits)

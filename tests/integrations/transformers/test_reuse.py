@@ -296,3 +296,18 @@ def test_pads_after_the_end_of_a_row_are_never_found(pool):
     assert out[0, 8:].tolist() == [0] * 6
     assert cache.handles[0].token_ids == tuple(out[0, :8].tolist())
     assert cache.handles[1].token_ids == tuple(out[1, :-1].tolist())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tokens_whose_k_and_v_depend_on_more_than_their_ids_are_not_found_and_not_shared(rows, open_for):
+    model = tiny_model("gpt2")
+    pool = open_for(model, prefix=True)
+    ids = random_ids(9).repeat(rows, 1)
+    types = torch.arange(3, 3 + rows)[:, None].expand(rows, 9)
+    cache = KvCache(pool, model)
+    with torch.no_grad():
+        model(ids[:, :8], token_type_ids=types[:, :8], cache=cache)
+        got = model(ids[:, 8:], token_type_ids=types[:, 8:], cache=cache).logits
+        torch.testing.assert_close(got, model(ids, token_type_ids=types).logits[:, 8:])
+    cache.free()
+    assert KvCache(pool, model).prepare(ids) == 0

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_core.errors import UnsupportedError
 from kvcache_core.integrations.transformers import ATTENTION_NAME, KvCache
+from kvcache_cpu.storage import CpuStorage
 from tests.integrations.tiny import left_padded, random_ids, tiny_model
 
 PROMPTS = [random_ids(3, seed=1), random_ids(7, seed=2), random_ids(12, seed=3)]
@@ -81,11 +82,32 @@ def test_logits_of_all_tokens_are_those_of_a_padded_batch(family, open_for):
     torch.testing.assert_close(got[REAL], expected[REAL])
 
 
-def test_without_positions_columns_are_counted_as_in_a_padded_batch(model, computed, manager):
+@pytest.mark.parametrize("family", ["llama", "opt"])  # which count columns and tokens
+def test_without_positions_a_model_counts_as_in_a_padded_batch(family, open_for):
+    model = switched(family)
+    cache, expected_cache = KvCache(open_for(model), model), DynamicCache(config=model.config)
     with torch.no_grad():
-        got = model(IDS, attention_mask=MASK, cache=KvCache(manager, model)).logits
-        expected = tiny_model()(IDS, attention_mask=MASK, cache=DynamicCache(config=model.config)).logits
-    torch.testing.assert_close(got[REAL], expected[REAL])
+        for columns in (slice(0, 8), slice(8, 12)):
+            ids, mask = IDS[:, columns], MASK[:, : columns.stop]
+            got = model(ids, attention_mask=mask, cache=cache).logits
+            expected = tiny_model(family)(ids, attention_mask=mask, cache=expected_cache).logits
+            torch.testing.assert_close(got[REAL[:, columns]], expected[REAL[:, columns]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage_class", [CpuStorage])
+@pytest.mark.parametrize("part", ["layers", "decoder", "model"])
+def test_a_compiled_model_computes_the_same(part, model, computed, manager):
+    compiled = model
+    if part == "model":
+        compiled = torch.compile(model, backend="eager")
+    for module in layers_of(model) if part == "layers" else [model.get_decoder()] * (part == "decoder"):
+        module.compile(backend="eager")
+    try:
+        got = run(compiled, KvCache(manager, model)).logits
+    finally:
+        torch.compiler.reset()
+    torch.testing.assert_close(got[REAL], run(tiny_model(), DynamicCache(config=model.config)).logits[REAL])
     assert computed == [(1, 22)]
 
 
@@ -96,9 +118,10 @@ def test_rows_that_are_the_same_are_computed_once(model, computed, manager):
     assert out.shape == (5, 14)
     assert computed == [(1, 12), (5, 1)]
     ids, mask = IDS[[0, 1, 0, 1, 2]], MASK[[0, 1, 0, 1, 2]]
+    more = {"attention_mask": mask, "position_ids": POSITIONS[[0, 1, 0, 1, 2]]}
     with torch.no_grad():
-        got = model(ids, attention_mask=mask, cache=KvCache(manager, model)).logits
-        expected = tiny_model()(ids, attention_mask=mask, cache=DynamicCache(config=model.config)).logits
+        got = model(ids, cache=KvCache(manager, model), **more).logits
+        expected = tiny_model()(ids, cache=DynamicCache(config=model.config), **more).logits
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()])
     assert computed[2:] == [(1, 22)]
 
@@ -141,14 +164,41 @@ def test_a_model_that_is_fed_embeddings_is_computed_as_it_is(model, computed, ma
 
 
 def test_ids_may_be_given_by_position(model, computed, manager):
+    run(model.get_decoder(), KvCache(manager, model))
+    assert computed == [(1, 22)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # whose decoders have their arguments in different orders
+def test_all_arguments_may_be_given_by_position(family, open_for):
+    model = switched(family)
+    both = torch.cat([MASK, MASK], 1)
+
+    @torch.no_grad()
+    def states(decoder: torch.nn.Module, cache: object) -> torch.Tensor:
+        for mask in (MASK, both):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -12:]
+            rest = (mask, positions, cache) if family == "llama" else (cache, mask, None, positions)
+            out: torch.Tensor = decoder(IDS, *rest).last_hidden_state
+        return out[REAL]
+
+    cache = KvCache(open_for(model), model)
+    expected = states(tiny_model(family).get_decoder(), DynamicCache(config=model.config))
+    torch.testing.assert_close(states(model.get_decoder(), cache), expected)
+    assert [handle.token_ids for handle in cache.handles] == [tuple(p[0].tolist() * 2) for p in PROMPTS]
+
+
+def test_arguments_that_nobody_names_are_refused(model, manager):
     decoder = model.get_decoder()
-    cache = KvCache(manager, model)
-    with torch.no_grad():
-        decoder(IDS, attention_mask=MASK, cache=cache)
-        assert computed == [(1, 22)]
-        decoder(IDS, torch.cat([MASK, MASK], 1), torch.arange(12, 24).expand(3, 12), cache)
-    assert computed[1:] == [(3, 12)]
-    assert [handle.num_tokens for handle in cache.handles] == [6, 14, 24]
+    forward = decoder.forward
+
+    def unnamed(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    decoder.forward = unnamed
+    with pytest.raises(UnsupportedError, match="pass them all by keyword"), torch.no_grad():
+        decoder(IDS, MASK, cache=KvCache(manager, model))
+    with pytest.raises(UnsupportedError, match="given by name too"), torch.no_grad():
+        decoder(IDS, input_ids=IDS, cache=KvCache(manager, model))
 
 
 def test_a_pass_that_fails_leaves_nothing_behind(model, manager):
