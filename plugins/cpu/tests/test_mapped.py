@@ -132,6 +132,25 @@ class TestMemory:
         driver.storage.truncate(early.slot, early.length)
         driver.check(source, early)
 
+    @pytest.mark.parametrize("num_tokens", [40, 200])
+    @pytest.mark.parametrize("layers_before", [0, 2])
+    def test_empty_pages_are_accounted_for_when_the_file_loses_its_pages_during_the_step(
+        self, mapped_driver: MakeDriver, num_tokens: int, layers_before: int
+    ) -> None:
+        driver = mapped_driver()
+        source = filled(driver, 100)
+        fork = driver.fork(source)
+        driver.append(source, 400)
+        rows = driver.random_rows(num_tokens)
+        batch = driver.begin({fork: num_tokens})
+        for index, (layer, (key, value)) in enumerate(rows.items()):
+            if index == layers_before:
+                driver.close(source)
+            driver.storage.write(batch, layer, key, value)
+        assert driver.unaccounted_bytes <= 0
+        driver.storage.truncate(fork.slot, fork.length)
+        driver.check(fork)
+
     def test_many_sequences_need_one_file_descriptor(self, mapped_driver: MakeDriver) -> None:
         driver = mapped_driver()
         source = filled(driver, 3)

@@ -119,7 +119,7 @@ class MappedMemory(Memory[MappedSlot]):
             mapping.extent = max(mapping.extent, stop)
             if not mapping.private:
                 mapping.base.filled = max(mapping.base.filled, stop)
-            elif stop > mapping.base.needed:
+            elif start < stop:
                 self._expect_stray_pages(slot, stop - start, stop)
 
     @override
@@ -268,7 +268,7 @@ class MappedMemory(Memory[MappedSlot]):
     # -- pages the kernel adds to the file ---------------------------------------------------------------
 
     def _expect_stray_pages(self, slot: MappedSlot, num_rows: int, stop: int) -> None:
-        """Prepare for a private mapping's write to rows that the file does not have.
+        """Prepare for a private mapping's write to rows that the file lacks, or may lose before they are written.
 
         The kernel then makes two pages: the private copy, and an empty page of the file to copy from. These strays
         are given back once they exceed a page per run or 2 % of what the base holds, and at once after a bulk write.
