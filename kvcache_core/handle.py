@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvcache_core.manager import KvCacheManager
 
-__all__ = ["KvCacheHandle"]
+__all__ = ["KvCacheHandle", "sequences_in"]
 
 HandleT = TypeVar("HandleT", bound="KvCacheHandle")
 
@@ -63,10 +63,6 @@ class KvCacheHandle:
     def sequence(self) -> CachedSequence:
         """The sequence's books, for core; read-only for everybody else."""
         return self._sequence
-
-    def sequence_in(self, manager: KvCacheManager) -> CachedSequence | None:
-        """The sequence's books, if the handle belongs to `manager` and was not freed; for core."""
-        return self._sequence if self._manager is manager and not self._freed else None
 
     @property
     def is_valid(self) -> bool:
@@ -421,3 +417,12 @@ class KvCacheHandle:
         """Return the manager of a usable handle; raises HandleError for any other."""
         self.require_usable()
         return self._manager
+
+
+def sequences_in(manager: KvCacheManager, handles: Sequence[KvCacheHandle]) -> list[CachedSequence] | None:
+    """The books of each handle's sequence; None unless all are handles of `manager` that were not freed. For core."""
+    try:
+        sequences = [each._sequence for each in handles if each._manager is manager and not each._freed]
+    except AttributeError:  # one of them is no handle
+        return None
+    return sequences if len(sequences) == len(handles) else None

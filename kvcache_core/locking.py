@@ -9,21 +9,17 @@ from types import TracebackType
 
 __all__ = ["Guard", "process_generation"]
 
-_generation = 0
+#: A number that differs between a process and the children it forks; to be read here, where it changes.
+process_generation = 0
 
 
 def _count_fork() -> None:
-    global _generation  # noqa: PLW0603 - one number per process is the point
-    _generation += 1
+    global process_generation  # noqa: PLW0603 - one number per process is the point
+    process_generation += 1
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
-
-
-def process_generation() -> int:
-    """A number that differs between a process and the children it forks."""
-    return _generation
 
 
 class Guard:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvcache_core.accounting import audit_cache, cache_statistics
 from kvcache_core.allocator import BlockAllocator
@@ -16,7 +16,7 @@ from kvcache_core.counts import check_count
 from kvcache_core.errors import ConfigError, HandleError, ShapeError, UnsupportedError
 from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
-from kvcache_core.handle import KvCacheHandle
+from kvcache_core.handle import KvCacheHandle, sequences_in
 from kvcache_core.new_tokens import NewTokens, pack
 from kvcache_core.observing import EventQueue, Observer, Subscription, kinds_among
 from kvcache_core.prefix import PrefixExplanation, PrefixKey
@@ -284,7 +284,7 @@ class KvCacheManager:
             ShapeError: Token ids or a count that are no such thing.
         """
         handles = tuple(new_tokens)
-        sequences = self._all_own(handles)
+        sequences = sequences_in(self, handles) or [self._own(handle) for handle in handles]
         tokens = pack(tuple(new_tokens.values()))
         if len(set(sequences)) < len(sequences):
             require_named_once(handles)
@@ -512,23 +512,13 @@ class KvCacheManager:
 
     # -- checks ------------------------------------------------------------------------------------------
 
-    def _all_own(self, handles: Sequence[KvCacheHandle]) -> list[CachedSequence]:
-        """As `_own` of each."""
-        try:
-            sequences = [handle.sequence_in(self) for handle in handles]
-        except AttributeError:  # one of them is no handle
-            return [self._own(handle) for handle in handles]
-        if None in sequences:
-            return [self._own(handle) for handle in handles]
-        return cast("list[CachedSequence]", sequences)
-
     def _own(self, handle: KvCacheHandle) -> CachedSequence:
         """Return the sequence of a handle of this cache that was not freed; whether it is usable, the store checks."""
         if not isinstance(handle, KvCacheHandle):
             raise HandleError(f"{handle!r} is not a cache handle", reason="foreign")
-        sequence = handle.sequence_in(self)
-        if sequence is not None:
-            return sequence
+        sequences = sequences_in(self, (handle,))
+        if sequences is not None:
+            return sequences[0]
         if handle.manager is self:
             handle.require_usable()
         raise HandleError(f"{handle!r} belongs to another cache", reason="foreign")

@@ -37,7 +37,7 @@ def pack(new_tokens: Sequence[NewTokens]) -> PackedTokens:
     Raises:
         ShapeError: A negative count, a bool, or ids that are no flat sequence of 64-bit ints.
     """
-    if {type(new) for new in new_tokens} == {list}:
+    if new_tokens and list(map(type, new_tokens)).count(list) == len(new_tokens):
         try:
             ids = array("q", [token for (token,) in new_tokens])  # type: ignore[misc]
         except (TypeError, ValueError, OverflowError):  # not one each, or no ids: found out one by one

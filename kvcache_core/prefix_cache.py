@@ -213,18 +213,21 @@ class PrefixCache:
         self.demoted.promote(demoted, sequence.blocks[first : first + len(demoted)])
         sequence.num_tokens += len(demoted) * self._books.block_size
         sequence.token_ids = token_ids[: sequence.num_tokens]
-        self.publish(sequence)
+        self.publish([sequence])
 
     # -- keeping -----------------------------------------------------------------------------------------
 
-    def publish(self, sequence: CachedSequence) -> None:
-        """Make the full named blocks of a sequence findable."""
+    def publish(self, sequences: Iterable[CachedSequence]) -> None:
+        """Make the full named blocks of sequences findable."""
         if not self.enabled:
             return
-        before = 0 if sequence.tip is None else sequence.tip.depth
-        is_first = self.index.publish(sequence)
-        if is_first and sequence.deduplicated == before and sequence.tip is not None:
-            sequence.deduplicated = sequence.tip.depth  # nobody else has them
+        publish = self.index.publish
+        for sequence in sequences:
+            tip = sequence.tip
+            before = 0 if tip is None else tip.depth
+            is_first = publish(sequence)
+            if is_first and sequence.deduplicated == before and (tip := sequence.tip) is not None:
+                sequence.deduplicated = tip.depth  # nobody else has them
 
     def deduplicate(self, sequence: CachedSequence) -> None:
         """Name the blocks that others hold with the same contents, instead of own copies; paged memory only.

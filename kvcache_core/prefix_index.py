@@ -227,7 +227,7 @@ class PrefixIndex:
         count = self._count
         for start in range(0, len(data), width):
             tokens = data[start : start + width]
-            child = node.follow(tokens)
+            child = node.child and node.follow(tokens)
             if child is None:
                 child = node.add_child(tokens, sequence)
                 self._count += 1

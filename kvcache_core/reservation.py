@@ -23,9 +23,10 @@ class Reservation:
         start: First position that will be written.
         stop: One past the last one.
         needed: Free blocks that `apply` takes.
+        copies: Whether one of them takes the place of a shared block.
     """
 
-    __slots__ = ("_copied", "_had_blocks", "needed", "sequence", "start", "stop")
+    __slots__ = ("_copied", "_had_blocks", "copies", "needed", "sequence", "start", "stop")
 
     def __init__(self, books: Books, sequence: CachedSequence, start: int, stop: int) -> None:
         self.sequence = sequence
@@ -37,7 +38,8 @@ class Reservation:
         self._had_blocks = held = len(blocks)
         missing = -(-stop // size) - held
         self.needed = missing if missing > 0 else 0
-        if start % size and stop > start and books.is_shared(blocks[start // size]):
+        self.copies = bool(start % size) and stop > start and books.is_shared(blocks[start // size])
+        if self.copies:
             self.needed += 1
 
     def apply(self, books: Books, storage: Storage, taken: Sequence[int]) -> None:
@@ -46,26 +48,25 @@ class Reservation:
         If the storage raises, the table is as before and `taken` belongs to the caller again.
         """
         sequence = self.sequence
-        copies = self._enter(books.block_size, taken) if taken else ()
+        blocks = sequence.blocks
+        copies: Sequence[BlockCopy] = ()
+        if self.copies:
+            *taken, new = taken
+            copies = [self._copy_to(new, books.block_size)]
+        blocks += taken
         try:
-            storage.reserve(sequence.slot, sequence.blocks, self.start, self.stop, copies)
+            storage.reserve(sequence.slot, blocks, self.start, self.stop, copies)
         except BaseException:
             self._restore_table()
             raise
 
-    def _enter(self, size: int, taken: Sequence[int]) -> Sequence[BlockCopy]:
-        """Extend the table; return the copy of the shared block that is needed."""
-        blocks, row = self.sequence.blocks, self.start % size
-        if not row or len(taken) <= max(0, blocks_for(self.stop, size) - self._had_blocks):
-            blocks += taken
-            return ()
-        *fresh, new = taken
-        index = self.start // size
-        old = blocks[index]
+    def _copy_to(self, new: int, size: int) -> BlockCopy:
+        """Enter a private block for the shared one; return the copy that is needed."""
+        index, row = divmod(self.start, size)
+        old = self.sequence.blocks[index]
         self._copied = (index, old, new)
-        blocks[index] = new
-        blocks += fresh
-        return [BlockCopy(old, new, row)]
+        self.sequence.blocks[index] = new
+        return BlockCopy(old, new, row)
 
     def _restore_table(self) -> None:
         del self.sequence.blocks[self._had_blocks :]

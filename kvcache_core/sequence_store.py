@@ -9,7 +9,6 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from operator import add
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_core.allocator import BlockAllocator
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SequenceStore"]
 
-_ACTIVE = HandleState.ACTIVE
 _LOOKUPS = frozenset({"prefix_hit", "prefix_miss"})
 
 
@@ -79,7 +77,7 @@ class SequenceStore(Usability):
         )
         self.prefixes = PrefixCache(self.books, storage, self.live, prefix_settings, eviction_policy, events)
         self.books.make_room = self.prefixes.make_room
-        self._steps = Transactions(self.books, storage, self.prefixes, events)
+        self._steps = Transactions(self.books, storage, self.prefixes, events, self._require_growable)
         self._dropped: deque[CachedSequence | Transaction] = deque()
 
     def locked(self) -> Guard:
@@ -333,20 +331,17 @@ class SequenceStore(Usability):
 
     def reserve(self, sequences: Sequence[CachedSequence], tokens: PackedTokens) -> Transaction:
         """Reserve room for the new tokens of every sequence, or for none."""
-        with self.locked():
-            for each in sequences:
-                if each.transaction is not None or each.state is not _ACTIVE:  # as all are from before a reset
-                    self.require_changeable(each, "begin a step with")
-            starts = [each.num_tokens for each in sequences]
-            stops = list(map(add, starts, tokens.counts))
-            for each, stop in zip(sequences, stops, strict=True):
-                if stop > each.max_tokens:
-                    self._require_length(stop, each.max_tokens, held=len(each.blocks))
-            return self._steps.begin(Transaction(sequences, starts, stops, tokens))
+        with self._guard:
+            return self._steps.begin(sequences, tokens)
+
+    def _require_growable(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Raise unless a step may bring the sequence to so many tokens."""
+        self.require_changeable(sequence, "begin a step with")
+        self._require_length(num_tokens, sequence.max_tokens, held=len(sequence.blocks))
 
     def finish(self, transaction: Transaction, *, keep: bool) -> None:
         """Commit a step, or undo it."""
-        with self.locked():
+        with self._guard:
             if transaction.state == "open":
                 if keep:
                     self._steps.commit(transaction)

@@ -56,4 +56,4 @@ def swap_in(store: SequenceStore, sequence: CachedSequence) -> None:
         sequence.touch()
         if "swapped_in" in store.events.wanted:
             store.events.note("swapped_in", sequence, num_tokens=sequence.num_tokens, num_blocks=len(blocks))
-        store.prefixes.publish(sequence)
+        store.prefixes.publish([sequence])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import sub
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcache_core.books import Books
@@ -12,13 +13,15 @@ from kvcache_core.new_tokens import PackedTokens
 from kvcache_core.observing import EventQueue
 from kvcache_core.prefix_cache import PrefixCache
 from kvcache_core.reservation import Reservation
-from kvcache_core.sequence import CachedSequence
+from kvcache_core.sequence import CachedSequence, HandleState
 from kvcache_core.storage import Storage
 
 if TYPE_CHECKING:
     from kvcache_core.events import StepPart
 
 __all__ = ["StepState", "Transaction", "Transactions"]
+
+_ACTIVE = HandleState.ACTIVE
 
 StepState = Literal["open", "committed", "aborted"]
 
@@ -30,37 +33,40 @@ class Transaction:
 
     Attributes:
         sequences: The sequences.
-        starts: Tokens that each of them holds when the step begins.
-        stops: Tokens that each of them has room for in the step.
         tokens: What they add.
+        stops: Tokens that each of them has room for in the step.
         rooms: Index of a sequence -> what had to be reserved for it, where that was not there before.
+        filling: The sequences that get to the end of a block or beyond, if every token is kept.
         accepted: Index of a sequence -> how many of its new tokens a commit keeps; all of them where it is missing.
         state: Whether it is open, committed or aborted.
         versions: The sequences' versions right after a commit that kept every token, else None.
     """
 
-    __slots__ = ("accepted", "rooms", "sequences", "starts", "state", "stops", "tokens", "versions")
+    __slots__ = ("accepted", "filling", "rooms", "sequences", "state", "stops", "tokens", "versions")
 
-    def __init__(
-        self, sequences: Sequence[CachedSequence], starts: Sequence[int], stops: Sequence[int], tokens: PackedTokens
-    ) -> None:
+    def __init__(self, sequences: Sequence[CachedSequence], tokens: PackedTokens) -> None:
         self.sequences = sequences
-        self.starts = starts
-        self.stops = stops
         self.tokens = tokens
+        self.stops: list[int] = []
         self.rooms: dict[int, Reservation] = {}
+        self.filling: list[CachedSequence] = []
         self.accepted: dict[int, int] = {}
         self.state: StepState = "open"
         self.versions: list[int] | None = None
+
+    @property
+    def starts(self) -> list[int]:
+        """Tokens that each sequence holds when the step begins."""
+        return list(map(sub, self.stops, self.tokens.counts))
 
     @property
     def final_stops(self) -> Sequence[int]:
         """Tokens that each sequence holds once the step has been committed."""
         if not self.accepted:
             return self.stops
-        stops = list(self.stops)
+        stops, counts = list(self.stops), self.tokens.counts
         for index, kept in self.accepted.items():
-            stops[index] = self.starts[index] + kept
+            stops[index] += kept - counts[index]
         return stops
 
     def current_versions(self) -> list[int]:
@@ -69,31 +75,59 @@ class Transaction:
 
 
 class Transactions:
-    """Begins, commits and undoes steps over one cache; all methods run under its lock."""
+    """Begins, commits and undoes steps over one cache; all methods run under its lock.
 
-    def __init__(self, books: Books, storage: Storage, prefixes: PrefixCache, events: EventQueue) -> None:
+    Args:
+        books: Who names which block.
+        storage: The memory.
+        prefixes: What is kept for reuse.
+        events: What observers are told.
+        require_growable: Raises unless a step may bring a sequence to so many tokens.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        storage: Storage,
+        prefixes: PrefixCache,
+        events: EventQueue,
+        require_growable: Callable[[CachedSequence, int], None],
+    ) -> None:
         self._books = books
         self._storage = storage
         self._prefixes = prefixes
         self._events = events
+        self._require_growable = require_growable
         self._paged = storage.placement == "paged"
 
-    def begin(self, transaction: Transaction) -> Transaction:
-        """Reserve room for the new tokens of every sequence, or for none; each of them may be changed.
+    def begin(self, sequences: Sequence[CachedSequence], tokens: PackedTokens) -> Transaction:
+        """Reserve room for the new tokens of every sequence, or for none.
 
         Raises:
-            CacheFullError: There is no room for all of them; nothing changes.
+            CacheFullError: There is no room for all of them, or one gets too long; nothing changes.
+            HandleError: A sequence cannot be used.
+            StepError: A sequence is part of an open step.
         """
-        sequences, starts, stops = transaction.sequences, transaction.starts, transaction.stops
-        size, names = self._books.block_size, self._books.allocator.names
-        paged, rooms = self._paged, transaction.rooms
-        for index, (sequence, start, stop) in enumerate(zip(sequences, starts, stops, strict=True)):
-            tip, row = sequence.tip, start % size
+        transaction = Transaction(sequences, tokens)
+        stops, rooms, filling = transaction.stops, transaction.rooms, transaction.filling
+        size, names, paged = self._books.block_size, self._books.allocator.names, self._paged
+        undeduplicated = []
+        for sequence, count in zip(sequences, tokens.counts, strict=True):
+            start = sequence.num_tokens
+            stop, end = start + count, start % size + count
+            if sequence.transaction is not None or sequence.state is not _ACTIVE or stop > sequence.max_tokens:
+                self._require_growable(sequence, stop)
+            tip = sequence.tip
             if tip is not None and tip.depth != sequence.deduplicated:
-                self._prefixes.deduplicate(sequence)
+                undeduplicated.append(sequence)
             # The memory of a sequence's own last block is there since its first row was reserved.
-            if not (paged and row and row + stop - start <= size and names[sequence.blocks[start // size]] == 1):
-                rooms[index] = Reservation(self._books, sequence, start, stop)
+            if not (paged and count < end <= size and names[sequence.blocks[start // size]] == 1):
+                rooms[len(stops)] = Reservation(self._books, sequence, start, stop)
+            if end >= size:
+                filling.append(sequence)
+            stops.append(stop)
+        for sequence in undeduplicated:
+            self._prefixes.deduplicate(sequence)
         if rooms:
             self._reserve(transaction)
         for sequence in sequences:
@@ -102,7 +136,7 @@ class Transactions:
 
     def _reserve(self, transaction: Transaction) -> None:
         books, storage, rooms = self._books, self._storage, list(transaction.rooms.values())
-        needed = sum(room.needed for room in rooms)
+        needed = sum([room.needed for room in rooms])
         blocks = books.take(needed, purpose=f"for {sum(transaction.tokens.counts)} new tokens") if needed else []
         applied = given = 0
         try:
@@ -126,7 +160,7 @@ class Transactions:
         The storage is called first, when nothing has changed yet, and last, when everything has: it may raise.
         """
         sequences, size, now = transaction.sequences, self._books.block_size, time.time()
-        starts, stops = transaction.starts, transaction.final_stops
+        stops = transaction.final_stops
         shortened = []
         if transaction.accepted:
             shortened = [
@@ -138,26 +172,28 @@ class Transactions:
             self._storage.truncate(sequence.slot, stop)
         unneeded: list[int] = []
         for index, room in transaction.rooms.items():
-            if index in transaction.accepted or room.held_blocks:
+            if room.copies or index in transaction.accepted:
                 unneeded += room.settle(size, stops[index])
         one_each = transaction.tokens.one_each and not shortened
         new_ids = transaction.tokens.ids if one_each else _ids_by_sequence(transaction, stops)
         transaction.state = "committed"
-        for sequence, start, stop, new in zip(sequences, starts, stops, new_ids, strict=True):
+        versions = []
+        for sequence, stop, new in zip(sequences, stops, new_ids, strict=True):
             known = sequence.token_ids
-            if len(known) == start:  # else tokens before them were not named
+            if len(known) == sequence.num_tokens:  # else tokens before them were not named
                 if one_each:
                     known.append(new)
                 else:
                     known.extend(new)
             sequence.num_tokens = stop
-            sequence.version += 1
+            sequence.version = version = sequence.version + 1
+            versions.append(version)
             sequence.last_access = now
             sequence.transaction = None
-            if stop % size < stop - start:  # a block has become full
-                self._prefixes.publish(sequence)
         if not shortened:
-            transaction.versions = transaction.current_versions()
+            transaction.versions = versions
+        if transaction.filling:
+            self._prefixes.publish(transaction.filling)
         if "committed" in self._events.wanted:
             self._events.note("committed", parts=_told(transaction))
         if unneeded:

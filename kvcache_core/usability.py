@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvcache_core import locking
 from kvcache_core.errors import HandleError, StepError
-from kvcache_core.locking import process_generation
 from kvcache_core.sequence import CachedSequence, HandleState
 
 __all__ = ["Usability"]
@@ -22,11 +22,11 @@ class Usability:
     def __init__(self) -> None:
         self.closed = False
         self.generation = 0
-        self._process = process_generation()
+        self._process = locking.process_generation
 
     @property
     def _is_usable(self) -> bool:
-        return not self.closed and self._process == process_generation()
+        return not self.closed and self._process == locking.process_generation
 
     @property
     def unusable(self) -> HandleError | None:
@@ -42,7 +42,7 @@ class Usability:
 
     def require_usable(self) -> None:
         """Raise HandleError if the cache is closed or this is a forked child."""
-        if self.closed or self._process != process_generation():  # not by the properties: every operation asks twice
+        if self.closed or self._process != locking.process_generation:  # not by the properties: all ask twice
             problem = self.unusable
             if problem is not None:
                 raise problem

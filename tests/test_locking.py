@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from kvcache_core.locking import Guard, process_generation
+from kvcache_core import locking
+from kvcache_core.locking import Guard
 
 
 class Recorder:
@@ -120,9 +121,9 @@ def test_only_one_thread_is_inside() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_has_another_generation() -> None:
-    before = process_generation()
+    before = locking.process_generation
     child = os.fork()
     if child == 0:
-        os._exit(0 if process_generation() == before + 1 else 1)
+        os._exit(0 if locking.process_generation == before + 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert process_generation() == before
+    assert locking.process_generation == before
