@@ -37,6 +37,7 @@ class BlockAllocator:
         self.names = self._names = [0] * (num_blocks + 1)  # tables that name a block
         self._retentions = [0] * (num_blocks + 1)  # of these, tables of retained sequences
         self._cached = 0
+        self._retained = 0  # retentions of all blocks together
         self._loose: set[int] = set()
 
     # -- for callers -------------------------------------------------------------------------------------
@@ -126,20 +127,28 @@ class BlockAllocator:
         names = self._names
         if not self._cached:  # a fork names hundreds of blocks, so what is not needed is left out
             for block in blocks:
-                names[block] += 1
+                names[block] = names[block] + 1  # `+=` takes a quarter more time
             return
         retentions = self._retentions
         cached = 0
         for block in blocks:
-            names[block] = count = names[block] + 1
-            if retentions[block] == count - 1:
+            count = names[block]
+            names[block] = count + 1
+            if retentions[block] == count:
                 cached += 1  # so far it was named by retained sequences only
         self._cached -= cached
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
         """Count one reference less to each block; return those that nobody names any more, in order."""
-        names, retentions = self._names, self._retentions
+        names = self._names
         unnamed = []
+        if not self._retained:  # a fork gives hundreds of names back, so what is not needed is left out
+            for block in blocks:
+                names[block] = left = names[block] - 1
+                if not left:
+                    unnamed.append(block)
+            return unnamed
+        retentions = self._retentions
         cached = 0
         for block in blocks:
             names[block] = left = names[block] - 1
@@ -150,7 +159,7 @@ class BlockAllocator:
         self._cached += cached
         return unnamed
 
-    def retain(self, blocks: Iterable[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
         names, retentions = self._names, self._retentions
         cached = 0
@@ -159,6 +168,7 @@ class BlockAllocator:
             if count == names[block]:
                 cached += 1
         self._cached += cached
+        self._retained += len(blocks)
 
     def unretain(self, blocks: Sequence[int]) -> list[int]:
         """Count one retention less of each block; return those that nobody names any more, in order."""
@@ -170,6 +180,7 @@ class BlockAllocator:
             if not left:
                 unnamed.append(block)
         self._cached -= len(unnamed)
+        self._retained -= len(blocks)
         return unnamed
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -218,6 +229,11 @@ class BlockAllocator:
     def cached_block_count(self) -> int:
         """Blocks that only retained sequences name."""
         return self._cached
+
+    @property
+    def retention_count(self) -> int:
+        """Retentions of all blocks together."""
+        return self._retained
 
     def adopt(self, block: int) -> None:
         """A block table has taken over a loose block."""

@@ -64,6 +64,10 @@ class KvCacheHandle:
         """The sequence's books, for core; read-only for everybody else."""
         return self._sequence
 
+    def sequence_in(self, manager: KvCacheManager) -> CachedSequence | None:
+        """The sequence's books, if the handle belongs to `manager` and was not freed; for core."""
+        return self._sequence if self._manager is manager and not self._freed else None
+
     @property
     def is_valid(self) -> bool:
         """Whether the handle can be used.
@@ -420,7 +424,7 @@ class KvCacheHandle:
 
 
 def sequences_in(manager: KvCacheManager, handles: Sequence[KvCacheHandle]) -> list[CachedSequence] | None:
-    """The books of each handle's sequence; None unless all are handles of `manager` that were not freed. For core."""
+    """As `sequence_in` of each, but without a call for each; None if that of one is None, or if one is no handle."""
     try:
         sequences = [each._sequence for each in handles if each._manager is manager and not each._freed]
     except AttributeError:  # one of them is no handle

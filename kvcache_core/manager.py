@@ -13,7 +13,7 @@ from kvcache_core.allocator import BlockAllocator
 from kvcache_core.block_table import blocks_for
 from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.counts import check_count
-from kvcache_core.errors import ConfigError, HandleError, ShapeError, UnsupportedError
+from kvcache_core.errors import ConfigError, HandleError, ShapeError, StepError, UnsupportedError
 from kvcache_core.eviction import EVICTION_POLICIES, CacheEvictionPolicy
 from kvcache_core.geometry import CacheGeometry, LayerSpec
 from kvcache_core.handle import KvCacheHandle, sequences_in
@@ -286,9 +286,11 @@ class KvCacheManager:
         handles = tuple(new_tokens)
         sequences = sequences_in(self, handles) or [self._own(handle) for handle in handles]
         tokens = pack(tuple(new_tokens.values()))
-        if len(set(sequences)) < len(sequences):
+        try:
+            transaction = self.store.reserve(sequences, tokens)
+        except StepError:
             require_named_once(handles)
-        transaction = self.store.reserve(sequences, tokens)
+            raise
         try:
             batch = make_batch(transaction, self.storage)
             batch.plan = self.storage.plan(batch)
@@ -516,9 +518,9 @@ class KvCacheManager:
         """Return the sequence of a handle of this cache that was not freed; whether it is usable, the store checks."""
         if not isinstance(handle, KvCacheHandle):
             raise HandleError(f"{handle!r} is not a cache handle", reason="foreign")
-        sequences = sequences_in(self, (handle,))
-        if sequences is not None:
-            return sequences[0]
+        sequence = handle.sequence_in(self)
+        if sequence is not None:
+            return sequence
         if handle.manager is self:
             handle.require_usable()
         raise HandleError(f"{handle!r} belongs to another cache", reason="foreign")

@@ -19,6 +19,9 @@ class PressureMonitor:
     Args:
         thresholds: Shares from which pressure is medium, high and critical.
 
+    Attributes:
+        used: Blocks in use when the level was last taken.
+
     Raises:
         ConfigError: The thresholds are not three shares above 0 and up to 1 in ascending order.
     """
@@ -26,7 +29,7 @@ class PressureMonitor:
     def __init__(self, thresholds: tuple[float, float, float]) -> None:
         self._medium, self._high, self._critical = _checked(thresholds)
         self._last = MemoryPressure.LOW
-        self._last_used = 0
+        self.used = 0
 
     def level(self, used: int, total: int) -> MemoryPressure:
         """The level at which `used` of `total` blocks are in use; a threshold belongs to the level above it."""
@@ -38,10 +41,8 @@ class PressureMonitor:
         return MemoryPressure.MEDIUM if share >= self._medium else MemoryPressure.LOW
 
     def note(self, used: int, total: int, events: EventQueue) -> None:
-        """Take the level again; called under the manager's lock after every operation."""
-        if used == self._last_used:
-            return
-        self._last_used = used
+        """Take the level again; called under the manager's lock after every operation that changed `used`."""
+        self.used = used
         level = self.level(used, total)
         if level is not self._last:
             previous, self._last = self._last, level

@@ -35,10 +35,11 @@ class Reservation:
         #: (logical index, block named before, private block) of the copied block, once there is one.
         self._copied: tuple[int, int, int] | None = None
         size, blocks = books.block_size, sequence.blocks
+        row = start % size
         self._had_blocks = held = len(blocks)
         missing = -(-stop // size) - held
         self.needed = missing if missing > 0 else 0
-        self.copies = bool(start % size) and stop > start and books.is_shared(blocks[start // size])
+        self.copies = row > 0 and stop > start and books.is_shared(blocks[start // size])
         if self.copies:
             self.needed += 1
 

@@ -392,7 +392,9 @@ class SequenceStore(Usability):
 
     def _note_pressure(self) -> None:
         allocator = self.books.allocator
-        self.pressure.note(allocator.used_block_count, allocator.total_block_count, self.events)
+        used = allocator.used_block_count
+        if used != self.pressure.used:
+            self.pressure.note(used, allocator.total_block_count, self.events)
 
     def catch_up(self) -> None:
         """Do what waits until the lock is free: give back what was dropped meanwhile, and tell observers."""

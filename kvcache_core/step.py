@@ -179,7 +179,7 @@ class Step:
             self._manager.own_spec(layer)
             if layer in self._written:
                 raise StepError(f"layer {layer} was already written in this step; each layer is written once")
-        self._written.update(layers or self._manager.geometry.caching_layers)
+        self._written.update(layers or self._storage.spec.geometry.caching_layers)
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
         """Attend the new tokens causally over everything cached in `layer`, the new tokens included.
@@ -272,7 +272,7 @@ class Step:
             StepError: The step is not open, or a layer that caches is unwritten; the step stays open.
         """
         self._require_open("commit")
-        layers = self._manager.geometry.caching_layers
+        layers = self._storage.spec.geometry.caching_layers
         if len(self._written) < len(layers) and self._batch.num_tokens:
             missing = [layer for layer in layers if layer not in self._written]
             raise StepError(
@@ -314,7 +314,7 @@ class Step:
         if error_type is not None:
             if self._can_abort:  # else there is nothing left to undo, and the caller's error is the one to show
                 self.abort()
-        elif self.state == "open":
+        elif self._transaction.state == "open":
             self._commit_or_abort()
         elif self.state == "aborted":
             self._require_current("commit")  # raises where it was not the caller who aborted it, but a reset or close
@@ -473,4 +473,4 @@ def require_named_once(handles: Sequence[KvCacheHandle]) -> None:
     for handle in handles:
         other = seen.setdefault(id(handle.sequence), handle)
         if other is not handle:
-            raise StepError(f"{handle!r} and {other!r} are the same sequence; name it once in a step")
+            raise StepError(f"{handle!r} and {other!r} are the same sequence; name it once in a step") from None

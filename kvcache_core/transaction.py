@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from operator import sub
@@ -106,17 +107,32 @@ class Transactions:
         Raises:
             CacheFullError: There is no room for all of them, or one gets too long; nothing changes.
             HandleError: A sequence cannot be used.
-            StepError: A sequence is part of an open step.
+            StepError: A sequence is part of an open step; of this one, if it is named twice.
         """
         transaction = Transaction(sequences, tokens)
+        try:
+            self._enter(transaction)
+            if transaction.rooms:
+                self._reserve(transaction)
+        except BaseException:
+            for sequence in sequences:
+                if sequence.transaction is transaction:
+                    sequence.transaction = None
+            raise
+        return transaction
+
+    def _enter(self, transaction: Transaction) -> None:
+        """Make every sequence part of the step, and see what it takes."""
+        sequences, counts = transaction.sequences, transaction.tokens.counts
         stops, rooms, filling = transaction.stops, transaction.rooms, transaction.filling
         size, names, paged = self._books.block_size, self._books.allocator.names, self._paged
         undeduplicated = []
-        for sequence, count in zip(sequences, tokens.counts, strict=True):
+        for sequence, count in zip(sequences, counts, strict=True):
             start = sequence.num_tokens
             stop, end = start + count, start % size + count
             if sequence.transaction is not None or sequence.state is not _ACTIVE or stop > sequence.max_tokens:
                 self._require_growable(sequence, stop)
+            sequence.transaction = transaction
             tip = sequence.tip
             if tip is not None and tip.depth != sequence.deduplicated:
                 undeduplicated.append(sequence)
@@ -128,11 +144,6 @@ class Transactions:
             stops.append(stop)
         for sequence in undeduplicated:
             self._prefixes.deduplicate(sequence)
-        if rooms:
-            self._reserve(transaction)
-        for sequence in sequences:
-            sequence.transaction = transaction
-        return transaction
 
     def _reserve(self, transaction: Transaction) -> None:
         books, storage, rooms = self._books, self._storage, list(transaction.rooms.values())
@@ -177,14 +188,12 @@ class Transactions:
         one_each = transaction.tokens.one_each and not shortened
         new_ids = transaction.tokens.ids if one_each else _ids_by_sequence(transaction, stops)
         transaction.state = "committed"
+        add = array.append if one_each else array.extend
         versions = []
         for sequence, stop, new in zip(sequences, stops, new_ids, strict=True):
             known = sequence.token_ids
             if len(known) == sequence.num_tokens:  # else tokens before them were not named
-                if one_each:
-                    known.append(new)
-                else:
-                    known.extend(new)
+                add(known, new)
             sequence.num_tokens = stop
             sequence.version = version = sequence.version + 1
             versions.append(version)

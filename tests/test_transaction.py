@@ -69,10 +69,26 @@ def test_nothing_is_reserved_when_the_storage_fails_for_one_of_many(cache: KvCac
     assert cache.audit() == ()
 
 
+@pytest.mark.parametrize(("error", "third"), [(StepError, "open"), (StepError, "twice"), (CacheFullError, "too long")])
+def test_where_one_sequence_is_refused_the_others_are_free_for_the_next_step(
+    cache: KvCacheManager, error: type[Exception], third: str
+) -> None:
+    one, two, other = (filled(cache, 3, name) for name in "abc")
+    if third == "open":
+        reserve(cache, (other, 1))
+    last = {"open": (other, 1), "twice": (one, 1), "too long": (other, 1000)}[third]
+    with pytest.raises(error):
+        reserve(cache, (one, 1), (two, 1), last)
+    assert (one.sequence.transaction, two.sequence.transaction) == (None, None)
+    cache.store.finish(reserve(cache, (one, 1), (two, 1)), keep=True)
+    assert (one.num_tokens, two.num_tokens) == (4, 4)
+
+
 def test_without_room_for_all_none_is_reserved(new_cache: NewCache) -> None:
     cache = new_cache(num_blocks=4)
     one, two = filled(cache, 3), filled(cache, 3, "b")
     with raising(CacheFullError, "for 13 new tokens"):
         reserve(cache, (one, 5), (two, 8))
     assert cache.stats().free_blocks == 2
+    assert (one.sequence.transaction, two.sequence.transaction) == (None, None)
     assert cache.audit() == ()

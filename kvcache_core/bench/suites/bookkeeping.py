@@ -20,7 +20,7 @@ from kvcache_core.config import PrefixCacheConfig
 from kvcache_core.paged import PagedStorage
 from kvcache_core.plugin import Batch, DeviceMemory, StorageSpec
 
-__all__ = ["measure", "trace"]
+__all__ = ["measure", "open_books", "trace"]
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000
@@ -87,8 +87,8 @@ def _add(rounds: dict[str, list[float]], figures: dict[str, float]) -> None:
         rounds.setdefault(name, []).append(value)
 
 
-def run_trace(prompts: Sequence[list[int]], block_size: int = BLOCK_SIZE) -> dict[str, float]:
-    """Return the seconds of each operation, and the share of token slots that hold no token."""
+def open_books(block_size: int = BLOCK_SIZE) -> KvCacheManager:
+    """A cache with prefix reuse in which nothing is stored."""
     spec = StorageSpec(
         geometry=CacheGeometry.uniform(1, 1, 1),
         block_size=block_size,
@@ -97,8 +97,12 @@ def run_trace(prompts: Sequence[list[int]], block_size: int = BLOCK_SIZE) -> dic
         dtype="float32",
         device="cpu",
     )
-    settings = PrefixCacheConfig(enabled=True, namespace="model")
-    with KvCacheManager(BooksOnly(spec), prefix=settings) as cache:
+    return KvCacheManager(BooksOnly(spec), prefix=PrefixCacheConfig(enabled=True, namespace="model"))
+
+
+def run_trace(prompts: Sequence[list[int]], block_size: int = BLOCK_SIZE) -> dict[str, float]:
+    """Return the seconds of each operation, and the share of token slots that hold no token."""
+    with open_books(block_size) as cache:
         gc.collect()
         gc.disable()
         try:
