@@ -158,14 +158,14 @@ class PassWriter:
         self._pass = current = _ForwardPass(plan, announced=True, stored=stored, pending=pending)
         if not pending or is_own_mask(attention_mask):
             return PassInput(attention_mask, None)
-        columns = plan.columns + width
+        columns, device = plan.columns + width, self.manager.device
         if attention_mask is None:
-            attention_mask = torch.ones(num_rows, columns, dtype=torch.bool, device=self.manager.device)
+            attention_mask = torch.ones(num_rows, columns, dtype=torch.bool)
         if plan.has_surplus and plan.num_stored and may_pack is not None and may_pack():
-            current.packing = plan.packing(self.manager.device)
+            current.packing = plan.packing(device)
             batch = attention_mask[:, :columns].expand(num_rows, columns)
-            return PassInput(known_mask(batch, width, plan.num_stored), current.packing)
-        return PassInput(known_mask(attention_mask, width), None)
+            return PassInput(known_mask(batch, width, plan.num_stored, device=device), current.packing)
+        return PassInput(known_mask(attention_mask, width, device=device), None)
 
     @property
     def packing(self) -> Packing | None:
