@@ -111,13 +111,14 @@ class BlockAllocator:
 
     def take(self, count: int) -> list[int]:
         """Take `count` free blocks with one reference each; the caller has checked that so many are free."""
-        reused = min(count, len(self._returned))
-        blocks = self._returned[len(self._returned) - reused :]
-        del self._returned[len(self._returned) - reused :]
-        fresh = count - reused
-        blocks.extend(range(self._never_used, self._never_used + fresh))
-        self._never_used += fresh
-        names = self._names
+        names, blocks = self._names, []
+        if count and self._returned:
+            blocks = self._returned[-count:]
+            del self._returned[-count:]
+        if len(blocks) < count:
+            first = self._never_used
+            self._never_used = first + count - len(blocks)
+            blocks += range(first, self._never_used)
         for block in blocks:
             names[block] = 1
         return blocks

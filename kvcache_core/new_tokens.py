@@ -23,12 +23,14 @@ class PackedTokens(NamedTuple):
         named: Whether their ids are known.
         ids: The ids of all named tokens, in packing order.
         one_each: Whether each sequence adds one named token, as in a decode step.
+        total: New tokens of all sequences.
     """
 
     counts: Sequence[int]
     named: Sequence[bool]
     ids: array[int]
     one_each: bool
+    total: int
 
 
 def pack(new_tokens: Sequence[NewTokens]) -> PackedTokens:
@@ -43,7 +45,7 @@ def pack(new_tokens: Sequence[NewTokens]) -> PackedTokens:
         except (TypeError, ValueError, OverflowError):  # not one each, or no ids: found out one by one
             pass
         else:
-            return PackedTokens([1] * len(ids), [True] * len(ids), ids, True)
+            return PackedTokens([1] * len(ids), [True] * len(ids), ids, True, len(ids))
     counts, named, ids = [], [], array("q")
     for new in new_tokens:
         if isinstance(new, int):
@@ -54,4 +56,4 @@ def pack(new_tokens: Sequence[NewTokens]) -> PackedTokens:
             ids.extend(some)
         counts.append(count)
         named.append(not isinstance(new, int))
-    return PackedTokens(counts, named, ids, False)
+    return PackedTokens(counts, named, ids, False, sum(counts))

@@ -237,14 +237,17 @@ class PrefixIndex:
 
     def hold(self, sequence: CachedSequence, tip: PrefixNode | None) -> None:
         """A sequence holds the blocks down to `tip`, which are in the index, and no more."""
-        former = sequence.tip
-        if former is not None and former.tips is not None:
-            former.tips.pop(sequence, None)
+        former, alone = sequence.tip, None
+        if former is not None and (tips := former.tips) and sequence in tips:
+            if len(tips) == 1:
+                alone, former.tips = tips, None
+            else:
+                del tips[sequence]
         sequence.tip = tip
         if tip is None:
             return
         if tip.tips is None:
-            tip.tips = {sequence: None}
+            tip.tips = alone or {sequence: None}  # a sequence that grows takes its dict along from tip to tip
         else:
             tip.tips[sequence] = None
 

@@ -455,8 +455,13 @@ def _ranges(numbers: list[int]) -> str:
 
 def make_batch(transaction: Transaction, storage: Storage) -> Batch:
     """Lay the sequences of a step out in packing order."""
-    num_tokens = sum(transaction.tokens.counts)
-    return Batch(_segments(transaction), storage.spec.block_size, storage.device, storage.upload, num_tokens=num_tokens)
+    return Batch(
+        _segments(transaction),
+        storage.spec.block_size,
+        storage.device,
+        storage.upload,
+        num_tokens=transaction.tokens.total,
+    )
 
 
 def _segments(transaction: Transaction) -> Iterator[Segment]:

@@ -148,7 +148,7 @@ class Transactions:
     def _reserve(self, transaction: Transaction) -> None:
         books, storage, rooms = self._books, self._storage, list(transaction.rooms.values())
         needed = sum([room.needed for room in rooms])
-        blocks = books.take(needed, purpose=f"for {sum(transaction.tokens.counts)} new tokens") if needed else []
+        blocks = books.take(needed, purpose=f"for {transaction.tokens.total} new tokens") if needed else []
         applied = given = 0
         try:
             for room in rooms:
@@ -235,10 +235,10 @@ class Transactions:
 
 def _ids_by_sequence(transaction: Transaction, stops: Sequence[int]) -> list[Any]:
     """The ids of the tokens that each sequence keeps; none where they are not named."""
-    counts, named, ids, _ = transaction.tokens
-    kept, at = [], 0
-    for start, stop, count, is_named in zip(transaction.starts, stops, counts, named, strict=True):
-        kept.append(ids[at : at + stop - start] if is_named else ())
+    tokens, kept, at = transaction.tokens, [], 0
+    columns = zip(transaction.starts, stops, tokens.counts, tokens.named, strict=True)
+    for start, stop, count, is_named in columns:
+        kept.append(tokens.ids[at : at + stop - start] if is_named else ())
         at += count if is_named else 0
     return kept
 
