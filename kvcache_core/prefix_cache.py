@@ -223,11 +223,10 @@ class PrefixCache:
             return
         publish = self.index.publish
         for sequence in sequences:
-            tip = sequence.tip
-            before = 0 if tip is None else tip.depth
+            before = sequence.tip
             is_first = publish(sequence)
-            if is_first and sequence.deduplicated == before and (tip := sequence.tip) is not None:
-                sequence.deduplicated = tip.depth  # nobody else has them
+            if is_first and sequence.deduplicated is before:
+                sequence.deduplicated = sequence.tip  # nobody else has them
 
     def deduplicate(self, sequence: CachedSequence) -> None:
         """Name the blocks that others hold with the same contents, instead of own copies; paged memory only.
@@ -235,13 +234,14 @@ class PrefixCache:
         Not done at the commit that completes a block, since attention of that step may still read it.
         """
         node, done = sequence.tip, sequence.deduplicated
-        if node is None or node.depth == done:
+        if node is None or node is done:
             return
-        sequence.deduplicated = node.depth
+        sequence.deduplicated = node
         if not self._paged:
             return
         replaced = []
-        while node.depth > done:
+        least = 0 if done is None else done.depth
+        while node.depth > least:
             home, position = node.home, node.depth - 1
             if home is not sequence:
                 own, other = sequence.blocks[position], home.blocks[position]
@@ -378,7 +378,8 @@ class PrefixCache:
     def forget(self, sequence: CachedSequence, keep: int) -> None:
         """A sequence no longer holds its blocks from logical index `keep` on."""
         self.index.leave(sequence, keep)
-        sequence.deduplicated = min(sequence.deduplicated, keep)
+        if sequence.deduplicated is not None and sequence.deduplicated.depth > keep:
+            sequence.deduplicated = sequence.tip
 
     def clear(self) -> int:
         """Drop everything that is kept; what live sequences hold is not findable any more either.
@@ -389,8 +390,7 @@ class PrefixCache:
         dropped = len(self.index) + len(self.demoted)
         self.index.clear()
         for sequence in (*self._live.values(), *self.retained.values()):
-            sequence.tip = sequence.prefix_key = None
-            sequence.deduplicated = 0
+            sequence.tip = sequence.deduplicated = sequence.prefix_key = None
         with ExitStack() as stack:  # all of them, even if the storage raises
             stack.callback(self.demoted.clear)
             for sequence in self.retained.values():

@@ -65,7 +65,7 @@ class CachedSequence:
         token_ids: Ids of the leading tokens that were named; anonymous ones end it.
         prefix_key: What its blocks depend on besides the token ids, or None if they must not be found by others.
         tip: The last of its leading full blocks that can be found by others, or None if none can.
-        deduplicated: How many of these were already replaced by equal blocks that others hold.
+        deduplicated: The last of these that were already replaced by equal blocks that others hold, or None.
         is_kept: No handle is left, and its memory was given up for reuse.
         references: Live handles.
         state: Active, swapped or freed.
@@ -87,7 +87,7 @@ class CachedSequence:
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     prefix_key: PrefixKey | None = None
     tip: PrefixNode | None = None
-    deduplicated: int = 0
+    deduplicated: PrefixNode | None = None
     is_kept: bool = False
     references: int = 0
     state: HandleState = HandleState.ACTIVE

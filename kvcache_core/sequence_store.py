@@ -114,7 +114,7 @@ class SequenceStore(Usability):
             else:
                 slot, sequence.blocks = self.fork_memory(hit.home, hit.num_tokens)
                 self.start_with(sequence, hit.home, slot, hit.num_tokens)
-                sequence.deduplicated = hit.tip.depth
+                sequence.deduplicated = hit.tip
                 self.prefixes.index.hold(sequence, hit.tip)
             self._enter(sequence)  # before room is made: the eviction has to see what it holds
             self.prefixes.demoted.claim(demoted)  # likewise: room in the host tier is made for what is evicted

@@ -71,4 +71,4 @@ def _take_over_names(store: SequenceStore, source: CachedSequence, target: Cache
         target.prefix_key = None  # what it holds was computed under one key, and what follows under another
     elif source.tip is not None:
         store.prefixes.index.hold(target, source.tip.ancestor(num_blocks))
-        target.deduplicated = min(source.deduplicated, num_blocks)
+        target.deduplicated = source.deduplicated and source.deduplicated.ancestor(num_blocks)

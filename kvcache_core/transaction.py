@@ -133,8 +133,7 @@ class Transactions:
             if sequence.transaction is not None or sequence.state is not _ACTIVE or stop > sequence.max_tokens:
                 self._require_growable(sequence, stop)
             sequence.transaction = transaction
-            tip = sequence.tip
-            if tip is not None and tip.depth != sequence.deduplicated:
+            if sequence.tip is not sequence.deduplicated:
                 undeduplicated.append(sequence)
             # The memory of a sequence's own last block is there since its first row was reserved.
             if not (paged and count < end <= size and names[sequence.blocks[start // size]] == 1):
