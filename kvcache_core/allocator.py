@@ -37,7 +37,6 @@ class BlockAllocator:
         self.names = self._names = [0] * (num_blocks + 1)  # tables that name a block
         self._retentions = [0] * (num_blocks + 1)  # of these, tables of retained sequences
         self._cached = 0
-        self._retained = 0  # retentions of all blocks together
         self._loose: set[int] = set()
 
     # -- for callers -------------------------------------------------------------------------------------
@@ -141,26 +140,20 @@ class BlockAllocator:
 
     def unreference(self, blocks: Sequence[int]) -> list[int]:
         """Count one reference less to each block; return those that nobody names any more, in order."""
-        names = self._names
+        names, retentions = self._names, self._retentions
         unnamed = []
-        if not self._retained:  # a fork gives hundreds of names back, so what is not needed is left out
-            for block in blocks:
-                names[block] = left = names[block] - 1
-                if not left:
-                    unnamed.append(block)
-            return unnamed
-        retentions = self._retentions
         cached = 0
         for block in blocks:
             names[block] = left = names[block] - 1
-            if not left:
-                unnamed.append(block)
-            elif retentions[block] == left:
-                cached += 1
+            if retentions[block] == left:  # no live sequence names it any more
+                if left:
+                    cached += 1
+                else:
+                    unnamed.append(block)
         self._cached += cached
         return unnamed
 
-    def retain(self, blocks: Sequence[int]) -> None:
+    def retain(self, blocks: Iterable[int]) -> None:
         """Turn one reference to each block into a retention: a name that does not keep it from eviction."""
         names, retentions = self._names, self._retentions
         cached = 0
@@ -169,7 +162,6 @@ class BlockAllocator:
             if count == names[block]:
                 cached += 1
         self._cached += cached
-        self._retained += len(blocks)
 
     def unretain(self, blocks: Sequence[int]) -> list[int]:
         """Count one retention less of each block; return those that nobody names any more, in order."""
@@ -181,7 +173,6 @@ class BlockAllocator:
             if not left:
                 unnamed.append(block)
         self._cached -= len(unnamed)
-        self._retained -= len(blocks)
         return unnamed
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -230,11 +221,6 @@ class BlockAllocator:
     def cached_block_count(self) -> int:
         """Blocks that only retained sequences name."""
         return self._cached
-
-    @property
-    def retention_count(self) -> int:
-        """Retentions of all blocks together."""
-        return self._retained
 
     def adopt(self, block: int) -> None:
         """A block table has taken over a loose block."""

@@ -54,7 +54,6 @@ PLANTED: dict[str, tuple[Plant, str]] = {
         lambda c, h, a: (a._names.__setitem__(3, 1), a._retentions.__setitem__(3, 1)),
         "block 3 counts 1 retentions and 0",
     ),
-    "a wrong count of retentions": (lambda c, h, a: setattr(a, "_retained", 2), "retention count is 2 but kept tables"),
     "a wrong count of cached blocks": (lambda c, h, a: setattr(a, "_cached", 2), "cached count is 2 but 0 blocks"),
 }
 
