@@ -378,6 +378,7 @@ class TestSharing:
             assert writer.slot.mapping.private
             rows = driver.random_rows(4)
             batch = driver.begin({writer: 4})
+            batch.plan.table(0)  # looked up under the lock; what follows takes none
             calls = itertools.count()
 
             def written_first(call: Callable[..., Any]) -> Callable[..., Any]:

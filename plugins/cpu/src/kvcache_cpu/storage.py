@@ -116,8 +116,12 @@ class CpuStorage(Storage):
 
     @override
     def write(self, batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        parts = batch.plan.parts
-        if len(parts) == 1:
+        plan: StepPlan = batch.plan
+        group, index = self._places[layer]
+        kernel, parts = self._kernels[group], plan.parts
+        if kernel is not None and not plan.long and kernel.stores(key) and kernel.stores(value):
+            kernel.store(plan.table(group), index, key, value)
+        elif len(parts) == 1:
             _store(parts[0], layer, key, value)
         else:
             sizes = [part.num_new_tokens for part in parts]
@@ -127,7 +131,7 @@ class CpuStorage(Storage):
                 _store(part, layer, keys, values)
         for part in parts:
             if part.in_bulk:
-                self._memory.after_write(part.slot, *self._places[layer])
+                self._memory.after_write(part.slot, group, index)
 
     @override
     def attend(self, batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from kvcache_core.geometry import LayerGroup
 from kvcache_cpu.native.kernel import MOST_NEW_TOKENS, NativeKernel, Rows, RowsTable
 from kvcache_cpu.native.library import LEVELS, library, library_fault
-from plugins.cpu.tests.driver import reference_attention
+from plugins.cpu.tests.driver import assert_same_bits, reference_attention
 
 pytestmark = pytest.mark.skipif(library_fault() is not None, reason=str(library_fault()))
 
@@ -297,3 +297,43 @@ def test_a_child_of_a_process_that_used_threads_attends_too() -> None:
             os._exit(0 if torch.allclose(got, want, atol=1e-5) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(attend(query, sequences, [1]), want)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_new_rows_of_any_strides_are_stored_bit_by_bit_and_nothing_else_is(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype, heads = rng.choice(DTYPES), rng.choice([1, 2, 3, 8])
+    dim, value_dim = 8 * rng.randint(1, 20), 8 * rng.randint(1, 20)
+    new = [rng.choice([0, 1, 1, 2, 3, MOST_NEW_TOKENS]) for _ in range(rng.randint(0, 5))]
+    memory, table, row = [], [], 0
+    for count in new:
+        length = count + rng.choice([0, 0, 1, 3, 100])
+        memory.append([torch.randn(2, heads, length + 2, width).to(dtype) for width in (dim, value_dim)])
+        table.append(Rows(*memory[-1], length, count, row))
+        row += count
+    key, value = (scattered(rng, row, heads, width, dtype) for width in (dim, value_dim))
+    group = LayerGroup(layers=(0, 1), num_kv_heads=heads, head_dim=dim, value_head_dim=value_dim)
+    kernel = NativeKernel(group, dtype)
+    assert kernel.stores(key)
+    assert kernel.stores(value)
+    want = [[tensor.clone() for tensor in pair] for pair in memory]
+    for pair, (_, _, length, count, first, *_) in zip(want, table, strict=True):
+        for tensor, rows_of_all in zip(pair, (key, value), strict=True):
+            tensor[1, :, length - count : length] = rows_of_all[first : first + count].transpose(0, 1)
+    kernel.store(RowsTable(table), 1, key, value)
+    for pair, expected in zip(memory, want, strict=True):
+        for tensor, wanted in zip(pair, expected, strict=True):
+            assert_same_bits(tensor, wanted)
+
+
+def test_rows_that_are_not_as_they_lie_in_memory_are_not_stored_by_the_kernel() -> None:
+    kernel = NativeKernel(LayerGroup(layers=(0,), num_kv_heads=2, head_dim=8), torch.float32)
+    plain = torch.randn(4, 2, 8)
+    assert kernel.stores(plain)
+    assert kernel.stores(torch.nn.Parameter(plain, requires_grad=False))
+    assert not kernel.stores(plain.bfloat16())
+    assert not kernel.stores(torch.randn(4, 8, 2).transpose(1, 2))
+    negative = torch.view_as_complex(torch.randn(4, 2, 8, 2)).conj().imag
+    assert negative.is_neg()
+    assert not kernel.stores(negative)

@@ -513,6 +513,30 @@ int kvcache_attend(const kvcache_call *call)
     return 0;
 }
 
+/* -- writing ---------------------------------------------------------------------------------------------------- */
+
+void kvcache_store(const kvcache_new_rows *rows)
+{
+    const kvcache_group *g = rows->group;
+    const size_t key_bytes = (size_t)(g->head_dim * SIZE_OF(g->dtype));
+    const size_t value_bytes = (size_t)(g->value_head_dim * SIZE_OF(g->dtype));
+    for (int64_t i = 0; i < rows->num_sequences; i++) {
+        const kvcache_sequence *s = &rows->sequences[i];
+        const int64_t start = s->length - s->num_new;
+        char *keys = (char *)s->key + rows->layer * s->key_layer + start * s->key_token;
+        char *values = (char *)s->value + rows->layer * s->value_layer + start * s->value_token;
+        for (int64_t head = 0; head < g->num_kv_heads; head++) {
+            for (int64_t t = 0; t < s->num_new; t++) {
+                const int64_t row = s->row + t;
+                memcpy(keys + head * s->key_head + t * s->key_token,
+                       rows->key + row * rows->key_token + head * rows->key_head, key_bytes);
+                memcpy(values + head * s->value_head + t * s->value_token,
+                       rows->value + row * rows->value_token + head * rows->value_head, value_bytes);
+            }
+        }
+    }
+}
+
 /* -- reading, to measure against -------------------------------------------------------------------------------- */
 
 typedef struct {

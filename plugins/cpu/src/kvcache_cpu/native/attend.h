@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Changes whenever anything in this header does. */
-#define KVCACHE_ABI 3
+#define KVCACHE_ABI 4
 
 enum { KVCACHE_F32 = 0, KVCACHE_BF16 = 1, KVCACHE_F16 = 2 };
 
@@ -73,6 +73,21 @@ typedef struct {
  * Returns 0, or -1 when there is no memory for intermediate results; the result is then undefined.
  */
 KVCACHE_API int kvcache_attend(const kvcache_call *call);
+
+/* One write. Elements of a row are adjacent, and have the dtype of the group. */
+typedef struct {
+    const kvcache_group *group;
+    const kvcache_sequence *sequences;
+    int64_t num_sequences;
+    int64_t layer;
+    const char *key; /* [rows, num_kv_heads, head_dim] */
+    int64_t key_token, key_head;
+    const char *value; /* [rows, num_kv_heads, value_head_dim] */
+    int64_t value_token, value_head;
+} kvcache_new_rows;
+
+/* Write the new tokens of each sequence to where attention reads them. */
+KVCACHE_API void kvcache_store(const kvcache_new_rows *rows);
 
 /* Read the same keys and values, whose rows must be adjacent, and do nothing with them: what attention is measured
  * against. */

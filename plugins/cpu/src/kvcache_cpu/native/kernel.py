@@ -23,6 +23,9 @@ MOST_NEW_TOKENS = 16
 #: `kvcache_call` of `attend.h`.
 _CALL = Struct("@10qd2q")
 
+#: `kvcache_new_rows` of `attend.h`.
+_NEW_ROWS = Struct("@10q")
+
 _CODES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
 
@@ -94,7 +97,8 @@ class NativeKernel:
         self._shape = array("q", (_CODES[dtype], group.num_kv_heads, group.head_dim, group.value_head_dim))
         self._group = self._shape.buffer_info()[0]
         self._value_dim = group.value_head_dim
-        self._attend = library().kvcache_attend
+        self._dtype = dtype
+        self._attend, self._store = library().kvcache_attend, library().kvcache_store
         _use_openmp_of_torch()
 
     def takes(self, query: torch.Tensor) -> bool:
@@ -157,6 +161,37 @@ class NativeKernel:
         if failed:
             raise MemoryError("no memory for the intermediate results of attention; use shorter batches")
         return out
+
+    def stores(self, rows: torch.Tensor) -> bool:
+        """Whether `store` can take these keys or values."""
+        return rows.dtype is self._dtype and type(rows) in _PLAIN and rows.stride(2) == 1 and not rows.is_neg()
+
+    def store(self, table: RowsTable, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the new tokens of all sequences to the memory that `attend` reads; `stores` is true of both tensors.
+
+        Args:
+            table: The sequences; their `row` is that of their first new token here too.
+            layer: Number of the layer within its group.
+            key: `[rows, kv heads, head_dim]`.
+            value: `[rows, kv heads, value_head_dim]`.
+        """
+        size = key.itemsize
+        key_token, key_head, _ = key.stride()
+        value_token, value_head, _ = value.stride()
+        self._store(
+            _NEW_ROWS.pack(
+                self._group,
+                table.address,
+                table.size,
+                layer,
+                key.data_ptr(),
+                key_token * size,
+                key_head * size,
+                value.data_ptr(),
+                value_token * size,
+                value_head * size,
+            )
+        )
 
     def read(self, table: RowsTable, layer: int) -> None:
         """Read what `attend` would, and do nothing with it: the time that this takes is the limit."""

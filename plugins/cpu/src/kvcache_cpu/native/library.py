@@ -25,7 +25,7 @@ __all__ = [
 LIBRARY = Path(__file__).with_name("_attend.so")
 
 #: The version of the interface in `attend.h`.
-ABI = 3
+ABI = 4
 
 #: The codes of the dtypes in `attend.h`.
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -62,6 +62,8 @@ def library() -> ctypes.CDLL:
         loaded.kvcache_use_openmp.restype = None
         loaded.kvcache_attend.restype = _INT
         loaded.kvcache_attend.argtypes = [ctypes.c_char_p]  # a packed struct: many arguments take ctypes long
+        loaded.kvcache_store.restype = None
+        loaded.kvcache_store.argtypes = [ctypes.c_char_p]  # likewise
         loaded.kvcache_read.restype = None
         loaded.kvcache_read.argtypes = [_ADDRESS, _ADDRESS, _INT64, _INT64, _INT]
     except (OSError, AttributeError) as error:
