@@ -59,7 +59,7 @@ def test_appending_a_token_costs_the_same_at_any_length_and_little_for_a_layer(c
     rows = new_rows(1)
     short, long = both(cache, lambda handle: decode(cache, handle, rows, None))
     assert short == long
-    assert long <= 21 * LAYERS
+    assert long <= 25 * LAYERS
 
 
 @torch.inference_mode()

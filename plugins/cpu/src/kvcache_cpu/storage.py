@@ -119,16 +119,8 @@ class CpuStorage(Storage):
         plan: StepPlan = batch.plan
         group, index = self._places[layer]
         kernel, parts = self._kernels[group], plan.parts
-        if kernel is not None and not plan.long and kernel.stores(key) and kernel.stores(value):
-            kernel.store(plan.table(group), index, key, value)
-        elif len(parts) == 1:
-            _store(parts[0], layer, key, value)
-        else:
-            sizes = [part.num_new_tokens for part in parts]
-            for part, keys, values in zip(
-                parts, key.split_with_sizes(sizes), value.split_with_sizes(sizes), strict=True
-            ):
-                _store(part, layer, keys, values)
+        if kernel is None or plan.long or not kernel.store(plan.table(group), index, key, value):
+            _copy_rows(parts, layer, key, value)
         for part in parts:
             if part.in_bulk:
                 self._memory.after_write(part.slot, group, index)
@@ -215,11 +207,16 @@ def _memory(spec: StorageSpec, options: CpuOptions, dtype: torch.dtype) -> Memor
     return MappedMemory(spec, dtype)
 
 
-def _store(part: StepViews, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    if part.num_new_tokens:
-        keys, values = part.target(layer)
-        keys.copy_(key)
-        values.copy_(value)
+def _copy_rows(parts: Sequence[StepViews], layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Have torch copy the new rows of each part to where they belong."""
+    sizes = [part.num_new_tokens for part in parts]
+    for part, new_keys, new_values in zip(
+        parts, key.split_with_sizes(sizes), value.split_with_sizes(sizes), strict=True
+    ):
+        if part.num_new_tokens:
+            keys, values = part.target(layer)
+            keys.copy_(new_keys)
+            values.copy_(new_values)
 
 
 def _require_rows(slot: Slot, num_tokens: int) -> None:

@@ -315,25 +315,28 @@ def test_new_rows_of_any_strides_are_stored_bit_by_bit_and_nothing_else_is(seed:
     key, value = (scattered(rng, row, heads, width, dtype) for width in (dim, value_dim))
     group = LayerGroup(layers=(0, 1), num_kv_heads=heads, head_dim=dim, value_head_dim=value_dim)
     kernel = NativeKernel(group, dtype)
-    assert kernel.stores(key)
-    assert kernel.stores(value)
     want = [[tensor.clone() for tensor in pair] for pair in memory]
     for pair, (_, _, length, count, first, *_) in zip(want, table, strict=True):
         for tensor, rows_of_all in zip(pair, (key, value), strict=True):
             tensor[1, :, length - count : length] = rows_of_all[first : first + count].transpose(0, 1)
-    kernel.store(RowsTable(table), 1, key, value)
+    assert kernel.store(RowsTable(table), 1, key, value)
     for pair, expected in zip(memory, want, strict=True):
         for tensor, wanted in zip(pair, expected, strict=True):
             assert_same_bits(tensor, wanted)
 
 
-def test_rows_that_are_not_as_they_lie_in_memory_are_not_stored_by_the_kernel() -> None:
+def test_rows_that_do_not_lie_in_memory_as_they_are_to_be_stored_are_left_to_torch() -> None:
     kernel = NativeKernel(LayerGroup(layers=(0,), num_kv_heads=2, head_dim=8), torch.float32)
+    keys, values = torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 8)
+    table = RowsTable([Rows(keys, values, 7, 4, 0)])
     plain = torch.randn(4, 2, 8)
-    assert kernel.stores(plain)
-    assert kernel.stores(torch.nn.Parameter(plain, requires_grad=False))
-    assert not kernel.stores(plain.bfloat16())
-    assert not kernel.stores(torch.randn(4, 8, 2).transpose(1, 2))
     negative = torch.view_as_complex(torch.randn(4, 2, 8, 2)).conj().imag
     assert negative.is_neg()
-    assert not kernel.stores(negative)
+    for other in (plain.bfloat16(), torch.randn(4, 8, 2).transpose(1, 2), negative):
+        assert not kernel.store(table, 0, plain, other)
+        assert not kernel.store(table, 0, other, plain)
+    assert not keys.any()
+    assert kernel.store(table, 0, plain, torch.nn.Parameter(-plain, requires_grad=False))
+    assert torch.equal(keys[0, :, 3:7].transpose(0, 1), plain)
+    assert torch.equal(values[0, :, 3:7].transpose(0, 1), -plain)
+    assert not keys[0, :, 7:].any()

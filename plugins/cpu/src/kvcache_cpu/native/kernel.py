@@ -97,7 +97,7 @@ class NativeKernel:
         self._shape = array("q", (_CODES[dtype], group.num_kv_heads, group.head_dim, group.value_head_dim))
         self._group = self._shape.buffer_info()[0]
         self._value_dim = group.value_head_dim
-        self._dtype = dtype
+        self._dtype, self._itemsize = dtype, dtype.itemsize
         self._attend, self._store = library().kvcache_attend, library().kvcache_store
         _use_openmp_of_torch()
 
@@ -162,22 +162,29 @@ class NativeKernel:
             raise MemoryError("no memory for the intermediate results of attention; use shorter batches")
         return out
 
-    def stores(self, rows: torch.Tensor) -> bool:
-        """Whether `store` can take these keys or values."""
-        return rows.dtype is self._dtype and type(rows) in _PLAIN and rows.stride(2) == 1 and not rows.is_neg()
-
-    def store(self, table: RowsTable, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new tokens of all sequences to the memory that `attend` reads; `stores` is true of both tensors.
+    def store(self, table: RowsTable, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Write the new tokens of all sequences to the memory that `attend` reads.
 
         Args:
             table: The sequences; their `row` is that of their first new token here too.
             layer: Number of the layer within its group.
             key: `[rows, kv heads, head_dim]`.
             value: `[rows, kv heads, value_head_dim]`.
+
+        Returns:
+            False where the elements of a row do not lie in memory as they are to be stored; nothing is written then.
         """
-        size = key.itemsize
-        key_token, key_head, _ = key.stride()
-        value_token, value_head, _ = value.stride()
+        size = self._itemsize
+        key_token, key_head, key_element = key.stride()
+        value_token, value_head, value_element = value.stride()
+        if not (
+            key_element == value_element == 1
+            and key.dtype is value.dtype is self._dtype
+            and type(key) in _PLAIN
+            and type(value) in _PLAIN
+            and not (key.is_neg() or value.is_neg())
+        ):
+            return False
         self._store(
             _NEW_ROWS.pack(
                 self._group,
@@ -192,6 +199,7 @@ class NativeKernel:
                 value_head * size,
             )
         )
+        return True
 
     def read(self, table: RowsTable, layer: int) -> None:
         """Read what `attend` would, and do nothing with it: the time that this takes is the limit."""
